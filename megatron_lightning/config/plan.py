@@ -1,0 +1,134 @@
+"""How a network may be cut: the split table for tensor parallelism and the stage names for pipelining.
+
+Pure data, no torch.distributed. A `ParallelPlan` is written once per model family (`models/plans.py`) or by the user
+for an own network. It names what is split, never how the mathematics changes: the layers stay those of one GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+
+class Role(StrEnum):
+    """What a split of a parameter means for the module that owns it."""
+
+    COLUMN = "column"
+    """Output features are split; the module receives the whole input."""
+    ROW = "row"
+    """Input features are split; partial outputs are summed over the tensor axis."""
+    VOCABULARY = "vocabulary"
+    """Rows are token ids; lookups outside the own rows give zero and are summed over the axis."""
+    FOLLOWS = "follows"
+    """Split along with its module (a column-split module's bias); it brings no communication of its own."""
+    REPLICATED = "replicated"
+    """Every tensor rank holds the whole parameter."""
+
+
+class Gradient(StrEnum):
+    """What a tensor rank's gradient of a replicated parameter is."""
+
+    WHOLE = "whole"
+    """The same full gradient on every rank: nothing to reduce."""
+    SEQUENCE = "sequence"
+    """Only the own part of the sequence when sequence parallelism is on, else whole."""
+    PARTIAL = "partial"
+    """Always a part, since the parameter is shared by heads or columns that are split (query/key norms)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One row of the table: what tensor parallelism does to the parameters that a name glob matches."""
+
+    role: Role
+    dim: int | None = None
+    """Dim of the global tensor that is split over the tensor axis; None when replicated."""
+    gradient: Gradient = Gradient.WHOLE
+    """For replicated parameters: what each rank's gradient is before it is reduced."""
+    gather_output: bool = False
+    """COLUMN only: all-gather the output's last dim, so that the caller sees the whole of it."""
+
+    def __post_init__(self) -> None:
+        if (self.role is Role.REPLICATED) != (self.dim is None):
+            raise ValueError(
+                f"Split(role={self.role.value!r}, dim={self.dim}): a replicated parameter has no dim and every other one"
+                " needs it; use column(), row(), vocabulary(), follows() or replicated()"
+            )
+
+
+def column(dim: int = 0, *, gather_output: bool = False) -> Split:
+    """Split output features (dim 0 of a plain weight, dim 1 of a gated [2, F, H] one)."""
+    return Split(role=Role.COLUMN, dim=dim, gather_output=gather_output)
+
+
+def row(dim: int = 1) -> Split:
+    """Split input features (the last dim of a weight)."""
+    return Split(role=Role.ROW, dim=dim)
+
+
+def vocabulary() -> Split:
+    """Split token rows of an embedding table."""
+    return Split(role=Role.VOCABULARY, dim=0)
+
+
+def follows(dim: int = 0) -> Split:
+    """Split like the module's weight, with no communication of its own (biases of column-split layers)."""
+    return Split(role=Role.FOLLOWS, dim=dim)
+
+
+def replicated(gradient: Gradient = Gradient.WHOLE) -> Split:
+    """Keep the whole parameter on every tensor rank."""
+    return Split(role=Role.REPLICATED, gradient=gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """The split table and the stage names of one model family."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Glob over parameter names relative to the network -> split. Every parameter must match exactly one row."""
+    layers: str | None = None
+    """Path of the ModuleList or ModuleDict whose entries the pipeline deals out; None: the network can't be pipelined."""
+    first: tuple[str, ...] = ()
+    """Paths of modules that live on the first stage only (embeddings)."""
+    last: tuple[str, ...] = ()
+    """Paths of modules that live on the last stage only (final norm, head)."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Pairs (owner, user) of parameter names that are one parameter; the user's stage holds a copy of it."""
+    sequence_dim: int = 0
+    """Dim of the hidden activation that sequence parallelism scatters: 0 for (S, B, H), 1 for (B, S, H)."""
+
+    def split_of(self, name: str) -> Split:
+        """Return the one row that matches parameter `name`; ValueError when none or several match."""
+        hits = [glob for glob in self.splits if fnmatchcase(name, glob)]
+        if len(hits) == 1:
+            return self.splits[hits[0]]
+        if not hits:
+            raise ValueError(f"plan.splits: no row matches parameter {name!r}; add one, e.g. {name!r}: replicated()")
+        raise ValueError(f"plan.splits: parameter {name!r} matches {hits}; make the globs disjoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterInfo:
+    """What one parameter is and which box of its global tensor this rank holds. One table per rank, keyed by name."""
+
+    name: str
+    """Canonical name: that of the LightningModule's state dict in one process, whatever the layout."""
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where this rank's box begins in the global tensor."""
+    sizes: tuple[int, ...]
+    """Extent of the box. The local tensor may be longer along the split dim (vocabulary padding)."""
+    split: Split
+    tied_copy: bool = False
+    """True on the stage that holds only a copy of a tied parameter; its owner is on another stage."""
+    expert: bool = False
+    """True for expert parameters, which live on the expert view of the mesh."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box that this rank holds."""
+        return math.prod(self.sizes)

@@ -1,0 +1,50 @@
+"""The linear layer of the torch back end.
+
+It reads like one of a single GPU. Tensor parallelism narrows its weight and puts functions at its two borders:
+`before` makes the whole input (copy, or gather of the sequence), `after` sums partial outputs (all-reduce, or
+reduce-scatter of the sequence); see `parallel/tensor.py`. The bias is added after the sum, hence once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.parallel.random import Constant, Initial
+
+Border = Callable[[Tensor], Tensor]
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with a weight of global shape (*output_shape, in_features).
+
+    `output_shape` may have several dims, e.g. (2, F) for a gated unit, so that a tensor shard is one box; the output's
+    last dims are those of the weight held: (..., *local_output_shape).
+    """
+
+    before: Border | None = None
+    after: Border | None = None
+
+    def __init__(
+        self, in_features: int, output_shape: int | Sequence[int], *, bias: bool, initial: Initial, device: str | None = None
+    ) -> None:
+        super().__init__()
+        shape = (output_shape,) if isinstance(output_shape, int) else tuple(output_shape)
+        self.weight = nn.Parameter(torch.empty(*shape, in_features, device=device))
+        self.bias = nn.Parameter(torch.empty(*shape, device=device)) if bias else None
+        self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held."""
+        if self.before is not None:
+            x = self.before(x)
+        *output_shape, in_features = self.weight.shape
+        y = F.linear(x, self.weight.reshape(math.prod(output_shape), in_features))
+        if self.after is not None:
+            y = self.after(y)
+        y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,209 @@
+"""The one topology object: which ranks share what, as a frozen value that is handed down.
+
+Rank arithmetic is pure (`rank_lists`) and needs no process group. Two views cover the same ranks (parallel folding,
+Megatron-Core MoE, arXiv 2504.14960): the dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, etp). Groups of
+equal rank lists are made once and shared. There is no module state: a mesh is a value that the strategy owns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DENSE_ORDER = ("pp", "dp", "cp", "tp")
+EXPERT_ORDER = ("pp", "edp", "ep", "etp")
+
+
+def rank_lists(sizes: Mapping[str, int], order: Sequence[str], axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Rank lists of the groups that span `axes` jointly.
+
+    `order` names the axes from slowest to fastest varying, so the last one holds neighbouring ranks. Ranks of a list
+    run in `order`'s order, whatever the order of `axes`. Raises ValueError for an unknown or repeated axis.
+    """
+    if len(set(axes)) != len(axes) or not set(axes) <= set(order):
+        raise ValueError(f"axes={tuple(axes)}: each must be one of {tuple(order)}, named once")
+    stride = {name: math.prod(sizes[later] for later in order[i + 1 :]) for i, name in enumerate(order)}
+
+    def offsets(names: Sequence[str]) -> list[int]:
+        found = [0]
+        for name in names:
+            found = [base + i * stride[name] for base in found for i in range(sizes[name])]
+        return found
+
+    inside = [name for name in order if name in axes]
+    outside = [name for name in order if name not in axes]
+    return [tuple(base + step for step in offsets(inside)) for base in offsets(outside)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """One axis (or several joined ones) as seen from one rank. What layers and collectives receive."""
+
+    name: str
+    rank: int = 0
+    """Position of this process on the axis."""
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks on the axis, in axis order."""
+    group: Any = None
+    """torch.distributed.ProcessGroup; None when size is 1."""
+
+    @property
+    def is_first(self) -> bool:
+        """True at position 0."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True at the last position."""
+        return self.rank == self.size - 1
+
+
+SINGLE_AXIS_NAMES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "pp_tp", "world", "edges")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMesh:
+    """Sizes, this process' rank, and every axis that the runtime uses.
+
+    Axes: pp, dp, cp, tp; edp, ep, etp; the joined dp_cp (gradients of dense parameters), pp_tp (the ranks that hold
+    one copy of the model) and world; and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere).
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    axes: Mapping[str, MeshAxis] = field(default_factory=dict)
+    control_group: Any = None
+    """gloo group over all ranks for objects and signals; None in one process."""
+
+    def axis(self, name: str) -> MeshAxis:
+        """Return the axis `name`; ValueError naming the known ones otherwise."""
+        if name not in self.axes:
+            raise ValueError(f"axis={name!r}: this mesh has {sorted(self.axes)}")
+        return self.axes[name]
+
+    @property
+    def tp(self) -> MeshAxis:
+        """Tensor axis."""
+        return self.axes["tp"]
+
+    @property
+    def pp(self) -> MeshAxis:
+        """Pipeline axis."""
+        return self.axes["pp"]
+
+    @property
+    def dp(self) -> MeshAxis:
+        """Data axis."""
+        return self.axes["dp"]
+
+    @property
+    def cp(self) -> MeshAxis:
+        """Context axis."""
+        return self.axes["cp"]
+
+    @property
+    def dp_cp(self) -> MeshAxis:
+        """Data and context axis joined: the replicas of a dense parameter."""
+        return self.axes["dp_cp"]
+
+    def describe(self) -> str:
+        """One line for logs, e.g. `tp=2 pp=2 dp=1 (4 ranks)`."""
+        shown = [f"{name}={self.sizes[name]}" for name in ("tp", "pp", "cp", "dp") if self.sizes[name] > 1]
+        return f"{' '.join(shown) or 'one process'} ({self.world_size} ranks)"
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:
+        """A mesh of one process, in which every collective is skipped."""
+        sizes = dict.fromkeys({*DENSE_ORDER, *EXPERT_ORDER}, 1)
+        axes = {name: MeshAxis(name=name) for name in SINGLE_AXIS_NAMES}
+        return cls(device=torch.device(device), sizes=sizes, axes=axes)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        device: torch.device,
+        tensor: int = 1,
+        pipeline: int = 1,
+        context: int = 1,
+        expert: int = 1,
+        expert_tensor: int = 1,
+        order: Sequence[str] = DENSE_ORDER,
+        expert_order: Sequence[str] = EXPERT_ORDER,
+        timeout: Any = None,
+    ) -> ParallelMesh:
+        """Make the mesh of the running default process group. Every rank must call it with equal arguments.
+
+        Raises ValueError when the sizes don't divide the world (the checks of `config.validate` say it earlier, and
+        with a remedy).
+        """
+        if not dist.is_initialized():
+            return cls.single(device)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        sizes = mesh_sizes(
+            world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
+        )
+        made: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD}
+        lists = _axis_rank_lists(sizes, order, expert_order)
+        axes = {name: _make_axis(name, groups, rank, made, timeout) for name, groups in lists.items()}
+        control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+        return cls(device=device, rank=rank, world_size=world_size, sizes=sizes, axes=axes, control_group=control)
+
+
+def mesh_sizes(
+    world_size: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1
+) -> dict[str, int]:
+    """Sizes of all seven axes: world = tp x pp x cp x dp = etp x ep x edp x pp. ValueError where that can't hold."""
+    dense, experts = tensor * pipeline * context, expert * expert_tensor * pipeline
+    for label, product in (("tensor x pipeline x context", dense), ("expert x expert_tensor x pipeline", experts)):
+        if world_size % product:
+            raise ValueError(f"{label} = {product} does not divide the world of {world_size} ranks")
+    return {
+        "pp": pipeline,
+        "dp": world_size // dense,
+        "cp": context,
+        "tp": tensor,
+        "edp": world_size // experts,
+        "ep": expert,
+        "etp": expert_tensor,
+    }
+
+
+def _axis_rank_lists(
+    sizes: Mapping[str, int], order: Sequence[str], expert_order: Sequence[str]
+) -> dict[str, list[tuple[int, ...]]]:
+    pipelines = rank_lists(sizes, order, ["pp"])
+    lists = {name: rank_lists(sizes, order, [name]) for name in order}
+    lists |= {name: rank_lists(sizes, expert_order, [name]) for name in ("edp", "ep", "etp")}
+    lists["dp_cp"] = rank_lists(sizes, order, ["dp", "cp"])
+    lists["pp_tp"] = rank_lists(sizes, order, ["pp", "tp"])
+    lists["world"] = [tuple(range(math.prod(sizes[name] for name in order)))]
+    lists["edges"] = [tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in pipelines]
+    return lists
+
+
+def _make_axis(
+    name: str, groups: list[tuple[int, ...]], rank: int, made: dict[tuple[int, ...], Any], timeout: Any
+) -> MeshAxis:
+    """Make every group of an axis (all ranks must take part in making each) and return the one that holds `rank`."""
+    own: MeshAxis = MeshAxis(name=name, ranks=(rank,))
+    for ranks in groups:
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            own = MeshAxis(
+                name=name,
+                rank=ranks.index(rank),
+                size=len(ranks),
+                ranks=ranks,
+                group=made[ranks] if len(ranks) > 1 else None,
+            )
+    return own
