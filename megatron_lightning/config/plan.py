@@ -7,6 +7,7 @@ for an own network. It names what is split, never how the mathematics changes: t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -132,3 +133,14 @@ class ParameterInfo:
     def numel(self) -> int:
         """Elements of the box that this rank holds."""
         return math.prod(self.sizes)
+
+
+_CHUNK = re.compile(r"(^|\.)chunks\.\d+\.")
+
+
+def canonical_name(name: str) -> str:
+    """Name of a parameter in one process, from its name in a module cut into pipeline chunks.
+
+    `network.chunks.1.decoder.layers.3.weight` -> `network.decoder.layers.3.weight`; other names stay.
+    """
+    return _CHUNK.sub(r"\1", name)

@@ -1,0 +1,73 @@
+"""What the user says about the layout: degrees of parallelism, pipeline, data parallelism, processes. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleName = Literal["1f1b", "gpipe"]
+LauncherName = Literal["auto", "script", "fork"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How layers are dealt to pipeline stages, and in which order micro-batches run."""
+
+    virtual_pipeline_size: int = 1
+    """Chunks of layers that each pipeline rank holds; above 1 the schedule is interleaved 1F1B."""
+    schedule: ScheduleName = "1f1b"
+    """Order of forwards and backwards: one-forward-one-backward, or all forwards first (gpipe)."""
+    layout: str | Sequence[Sequence[str]] | None = None
+    """Explicit stages, e.g. "Et*3|t*4|t*4|t*2L" (E embedding, t layer, L head, | cut); None: balanced by cost."""
+    embedding_cost: float = 0.25
+    """Cost of the embedding in units of one layer, for the balanced split."""
+    head_cost: float = 1.0
+    """Cost of final norm, head and loss in units of one layer, for the balanced split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """Gradient buckets over the data axis."""
+
+    bucket_size: int = 40_000_000
+    """Elements of one flat gradient bucket; the reduction of a full bucket overlaps with the rest of backward."""
+    overlap_grad_reduce: bool = True
+    """Start a bucket's reduction as soon as its gradients are complete; False: all of them after backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Processes, groups and random numbers."""
+
+    launcher: LauncherName = "auto"
+    """Who starts the ranks when nothing outside does: script (run the script again), fork, or auto (fork in notebooks)."""
+    backend: str | None = None
+    """torch.distributed backend; None: nccl on CUDA, gloo on CPU."""
+    timeout_seconds: float = 600.0
+    """A collective that takes longer ends the job."""
+    seed: int | None = None
+    """Seed of initial weights and dropout; None: the one of `seed_everything`, else 1234."""
+    exact_dropout: bool = False
+    """Draw dropout masks by global position, so that layouts can be compared with dropout on (slow, tests and verify)."""
+    axis_order: Sequence[str] = ("pp", "dp", "cp", "tp")
+    """Axes from slowest to fastest varying; the last holds neighbouring ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """All degrees of one layout, as the checks of `config.validate` see them."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    sequence_parallel: bool = False
+    micro_batch_size: int | None = None
+    """Samples a data-parallel rank runs in one forward; None: the data module's, else derived from the batch."""
+    pipeline: PipelineConfig = PipelineConfig()
+    data_parallel: DataParallelConfig = DataParallelConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

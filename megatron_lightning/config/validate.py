@@ -1,0 +1,145 @@
+"""Checks of a layout against itself and the world. One small function a rule; all violations are reported at once.
+
+A rule returns None or one explained error: field, value, what would fit. Pure: usable before any process exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from megatron_lightning.config.parallel import ParallelConfig
+
+Rule = Callable[[ParallelConfig], str | None]
+
+
+class ConfigurationError(ValueError):
+    """Bad input, found before anything was started. Its message lists every violation."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        super().__init__(f"{count} in the configuration:\n{lines}")
+
+
+def raise_if_any(problems: Iterable[str]) -> None:
+    """Raise one ConfigurationError that lists all `problems`; do nothing when there are none."""
+    found = list(dict.fromkeys(problems))
+    if found:
+        raise ConfigurationError(found)
+
+
+def _tensor_size(config: ParallelConfig) -> str | None:
+    return _positive("tensor_parallel_size", config.tensor_parallel_size)
+
+
+def _pipeline_size(config: ParallelConfig) -> str | None:
+    return _positive("pipeline_parallel_size", config.pipeline_parallel_size)
+
+
+def _virtual_size(config: ParallelConfig) -> str | None:
+    return _positive("pipeline.virtual_pipeline_size", config.pipeline.virtual_pipeline_size)
+
+
+def _micro_batch_size(config: ParallelConfig) -> str | None:
+    if config.micro_batch_size is None:
+        return None
+    return _positive("micro_batch_size", config.micro_batch_size)
+
+
+def _sequence_parallel(config: ParallelConfig) -> str | None:
+    if config.sequence_parallel and config.tensor_parallel_size == 1:
+        return (
+            "sequence_parallel=True with tensor_parallel_size=1: it splits the sequence over the tensor axis;"
+            " set tensor_parallel_size to 2 or more, or sequence_parallel=False"
+        )
+    return None
+
+
+def _schedule(config: ParallelConfig) -> str | None:
+    known = ("1f1b", "gpipe")
+    if config.pipeline.schedule not in known:
+        return f"pipeline.schedule={config.pipeline.schedule!r}: choose one of {known}"
+    if config.pipeline.schedule == "gpipe" and config.pipeline.virtual_pipeline_size > 1:
+        return (
+            f"pipeline.schedule='gpipe' with pipeline.virtual_pipeline_size={config.pipeline.virtual_pipeline_size}:"
+            " virtual stages are interleaved 1F1B; set schedule='1f1b' or virtual_pipeline_size=1"
+        )
+    return None
+
+
+def _launcher(config: ParallelConfig) -> str | None:
+    known = ("auto", "script", "fork")
+    if config.runtime.launcher not in known:
+        return f"runtime.launcher={config.runtime.launcher!r}: choose one of {known}"
+    return None
+
+
+def _axis_order(config: ParallelConfig) -> str | None:
+    order = tuple(config.runtime.axis_order)
+    if sorted(order) != ["cp", "dp", "pp", "tp"]:
+        return f"runtime.axis_order={order}: it must name each of pp, dp, cp and tp once, e.g. ('pp', 'dp', 'cp', 'tp')"
+    return None
+
+
+def _timeout(config: ParallelConfig) -> str | None:
+    if config.runtime.timeout_seconds <= 0:
+        return f"runtime.timeout_seconds={config.runtime.timeout_seconds}: it must be above 0 seconds"
+    return None
+
+
+def _bucket(config: ParallelConfig) -> str | None:
+    return _positive("data_parallel.bucket_size", config.data_parallel.bucket_size)
+
+
+def _positive(field: str, value: object) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return None
+    return f"{field}={value!r}: it must be a whole number of at least 1"
+
+
+RULES: tuple[Rule, ...] = (
+    _tensor_size,
+    _pipeline_size,
+    _virtual_size,
+    _micro_batch_size,
+    _sequence_parallel,
+    _schedule,
+    _launcher,
+    _axis_order,
+    _timeout,
+    _bucket,
+)
+
+
+def check_layout(config: ParallelConfig) -> list[str]:
+    """Every violation that the layout has in itself."""
+    return [problem for rule in RULES if (problem := rule(config)) is not None]
+
+
+def check_world(config: ParallelConfig, world_size: int) -> list[str]:
+    """Every violation of the layout against the number of ranks (devices x nodes)."""
+    product = config.model_parallel_size
+    if product < 1 or world_size % product == 0:
+        return []
+    nearest = sorted({max(product, world_size // product * product), (world_size // product + 1) * product})
+    return [
+        f"devices x num_nodes = {world_size} ranks: tensor_parallel_size={config.tensor_parallel_size} x"
+        f" pipeline_parallel_size={config.pipeline_parallel_size} = {product} does not divide it;"
+        f" use {' or '.join(map(str, nearest))} ranks, or other sizes"
+    ]
+
+
+def check_batch_sizes(config: ParallelConfig, world_size: int, micro_batch_size: int, global_batch_size: int) -> list[str]:
+    """Violations of global_batch_size = micro_batch_size x data_parallel_size x a whole number of micro-batches."""
+    if world_size % config.model_parallel_size:
+        return []
+    data_parallel_size = world_size // config.model_parallel_size
+    step = micro_batch_size * data_parallel_size
+    if global_batch_size % step == 0:
+        return []
+    fits = sorted({max(step, global_batch_size // step * step), (global_batch_size // step + 1) * step})
+    return [
+        f"global_batch_size={global_batch_size}: not a multiple of micro_batch_size={micro_batch_size} x"
+        f" data_parallel_size={data_parallel_size} = {step}; use {' or '.join(map(str, fits))}"
+    ]
