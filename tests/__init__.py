@@ -1,0 +1,1 @@
+"""Tests: unit (one process), distributed (gloo ranks), parity (recorded data), gpu."""
