@@ -1,1 +1,41 @@
-"""config."""
+"""Frozen configs: what a model is, how it is laid out, and the checks between them."""
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.parallel import (
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RuntimeConfig,
+)
+from megatron_lightning.config.plan import (
+    Gradient,
+    ParallelPlan,
+    ParameterInfo,
+    Role,
+    Split,
+    column,
+    follows,
+    replicated,
+    row,
+    vocabulary,
+)
+from megatron_lightning.config.rotary import RotaryConfig
+
+__all__ = [
+    "DataParallelConfig",
+    "GPTConfig",
+    "Gradient",
+    "ParallelConfig",
+    "ParallelPlan",
+    "ParameterInfo",
+    "PipelineConfig",
+    "Role",
+    "RotaryConfig",
+    "RuntimeConfig",
+    "Split",
+    "column",
+    "follows",
+    "replicated",
+    "row",
+    "vocabulary",
+]
