@@ -1,0 +1,72 @@
+"""The feed-forward half of a transformer layer, plain or gated (GLU variants, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.parallel.random import Normal
+
+if TYPE_CHECKING:
+    from megatron_lightning.layers.backend import LayerBackend
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form (GPT-2)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (Primer, arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+    "squared_relu": squared_relu,
+}
+
+
+class MLP(nn.Module):
+    """fc2(activation(fc1(x))), or gated: fc2(activation(gate) * up), where fc1's weight is [2, F,
+    H], gate first.
+    """
+
+    def __init__(
+        self, config: GPTConfig, backend: LayerBackend, *, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.gated = config.gated_linear_unit
+        self.activation = ACTIVATIONS[config.activation]
+        width = config.ffn_hidden_size
+        self.linear_fc1 = backend.linear(
+            config.hidden_size,
+            (2, width) if self.gated else width,
+            bias=config.add_bias_linear,
+            initial=Normal(config.init_method_std),
+            device=device,
+        )
+        self.linear_fc2 = backend.linear(
+            width,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            initial=Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
+            device=device,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(S, B, H) -> (S, B, H)."""
+        inner = self.linear_fc1(hidden)  # (S, B, F) or gated (S, B, 2, F)
+        if self.gated:
+            gate, up = inner.unbind(-2)
+            return self.linear_fc2(self.activation(gate) * up)
+        return self.linear_fc2(self.activation(inner))
