@@ -1,13 +1,12 @@
 """The linear layer of the torch back end.
 
-It reads like one of a single GPU. Tensor parallelism narrows its weight and puts functions at its two borders:
-`before` makes the whole input (copy, or gather of the sequence), `after` sums partial outputs (all-reduce, or
-reduce-scatter of the sequence); see `parallel/tensor.py`. The bias is added after the sum, hence once.
+It reads like one of a single GPU. Tensor parallelism narrows its weight and puts functions at its
+two borders: `before` makes the whole input (copy, or gather of the sequence), `after` sums partial
+outputs (all-reduce, or reduce-scatter of the sequence); see `parallel/tensor.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,15 +21,24 @@ Border = Callable[[Tensor], Tensor]
 class Linear(nn.Module):
     """y = x W^T + b with a weight of global shape (*output_shape, in_features).
 
-    `output_shape` may have several dims, e.g. (2, F) for a gated unit, so that a tensor shard is one box; the output's
-    last dims are those of the weight held: (..., *local_output_shape).
+    `output_shape` may have several dims, e.g. (2, F) for a gated unit, so that a tensor shard is
+    one box; the output's last dims are those of the weight held: (..., *local_output_shape).
     """
 
     before: Border | None = None
     after: Border | None = None
+    sums_output: bool = False
+    """True when the output is a partial sum (split input features): the bias is added behind
+    `after`, hence once."""
 
     def __init__(
-        self, in_features: int, output_shape: int | Sequence[int], *, bias: bool, initial: Initial, device: str | None = None
+        self,
+        in_features: int,
+        output_shape: int | Sequence[int],
+        *,
+        bias: bool,
+        initial: Initial,
+        device: str | None = None,
     ) -> None:
         super().__init__()
         shape = (output_shape,) if isinstance(output_shape, int) else tuple(output_shape)
@@ -43,8 +51,14 @@ class Linear(nn.Module):
         if self.before is not None:
             x = self.before(x)
         *output_shape, in_features = self.weight.shape
-        y = F.linear(x, self.weight.reshape(math.prod(output_shape), in_features))
+        weight = self.weight.view(-1, in_features)
+        bias = None if self.bias is None else self.bias.view(-1)
+        y = F.linear(x, weight, None if self.sums_output else bias)
+        y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if self.after is not None:
             y = self.after(y)
-        y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None or not self.sums_output else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Shape held."""
+        return f"weight={tuple(self.weight.shape)}, bias={self.bias is not None}"

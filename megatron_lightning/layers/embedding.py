@@ -1,0 +1,160 @@
+"""Word and position embeddings, and the output head over the vocabulary.
+
+Weights have the true vocabulary's shape (V, H). Tensor parallelism splits the token rows: it
+narrows the weight, sets `vocabulary_offset` to the first row held, and puts a sum behind the
+lookup. Rows of padding may follow the true ones in the tensor held; they are zero, get a zero
+gradient, and are no token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.layers.linear import Border, Linear
+from megatron_lightning.parallel.random import Constant, Initial
+
+
+class VocabularyEmbedding(nn.Module):
+    """Token ids -> vectors; weight of global shape (vocab_size, hidden_size)."""
+
+    before: Border | None = None
+    """Set when the table is whole and the sequence is split: keeps the own part of the ids' last
+    dim.
+    """
+    after: Border | None = None
+    """Sums the parts of all tensor ranks, or sums and splits the sequence (dim 0)."""
+    vocabulary_offset: int | None = None
+    """First token row held when the vocabulary is split; None when the table is whole."""
+    pad_multiple: int
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        initial: Initial,
+        pad_multiple: int = 128,
+        device: str | None = None,
+    ) -> None:
+        """`pad_multiple`: rows held by each tensor rank are made a multiple of this; 1 for no
+        padding on one rank.
+        """
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.pad_multiple = pad_multiple
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device))
+        self.initials: dict[str, Initial] = {"weight": initial}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) int64 -> (S, B, H), or (S/tp, B, H) with sequence parallelism.
+
+        On CPU an id outside [0, vocab_size) raises ValueError. On a GPU that check would stall the
+        device, so there such an id is an assertion of the lookup on one rank, and a zero vector
+        when the vocabulary is split.
+        """
+        if tokens.device.type == "cpu":
+            check_ids(tokens, self.vocab_size)
+        if self.before is not None:
+            tokens = self.before(tokens)
+        x = lookup(tokens.t(), self.weight, self.vocabulary_offset)  # (S, B, H)
+        return x if self.after is None else self.after(x)
+
+    def extra_repr(self) -> str:
+        """Sizes held."""
+        return f"vocab_size={self.vocab_size}, weight={tuple(self.weight.shape)}"
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions (or token types): ids -> vectors; weight (size, hidden_size),
+    whole on every rank.
+    """
+
+    before: Border | None = None
+    """Set when the sequence is split: keeps the own part of the ids' last dim."""
+
+    def __init__(
+        self, size: int, hidden_size: int, *, initial: Initial, device: str | None = None
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(torch.empty(size, hidden_size, device=device))
+        self.initials: dict[str, Initial] = {"weight": initial}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, S) int64 -> (S, B, H), or (S/tp, B, H) with sequence parallelism; ValueError on CPU
+        for ids >= size.
+        """
+        if ids.device.type == "cpu":
+            check_ids(ids, self.size)
+        if self.before is not None:
+            ids = self.before(ids)
+        return F.embedding(ids.t(), self.weight)  # (S, B, H)
+
+    def extra_repr(self) -> str:
+        """Sizes held."""
+        return f"size={self.size}, weight={tuple(self.weight.shape)}"
+
+
+class VocabularyHead(Linear):
+    """Hidden states -> logits; weight of global shape (vocab_size, hidden_size), often tied to the
+    word embedding.
+
+    To tie, assign the same `nn.Parameter`: `head.weight = embedding.weight`. With a split
+    vocabulary the logits stay split over the tensor axis, for `CrossEntropy`; `whole` gives all of
+    them, without padding.
+    """
+
+    collect: Border | None = None
+    """Set when the vocabulary is split: gathers the logits' last dim from all tensor ranks."""
+    pad_multiple: int
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        initial: Initial | None = None,
+        pad_multiple: int = 128,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size, vocab_size, bias=bias, initial=initial or Constant(0.0), device=device
+        )
+        self.vocab_size = vocab_size
+        self.pad_multiple = pad_multiple
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """(..., V/tp with padding) -> (..., V): every true token's logit on every rank (generation,
+        evaluation).
+        """
+        if self.collect is not None:
+            logits = self.collect(logits)
+        return logits[..., : self.vocab_size]
+
+
+def lookup(ids: Tensor, weight: Tensor, offset: int | None) -> Tensor:
+    """Rows of `weight` for `ids`, and zeros for ids whose row isn't among [offset, offset + rows
+    held): (*ids, H).
+    """
+    if offset is None:
+        return F.embedding(ids, weight)
+    local = ids - offset
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(
+        elsewhere[..., None], 0.0
+    )
+
+
+def check_ids(ids: Tensor, size: int) -> None:
+    """ValueError when an id is outside [0, size); call it for CPU tensors only."""
+    if ids.numel() == 0:
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"ids from {int(low)} to {int(high)} were looked up in a table of {size} rows;"
+            f" use ids in [0, {size})"
+        )

@@ -1,0 +1,161 @@
+"""Cross entropy over a vocabulary that may be split over the tensor axis, and the mean under a
+mask.
+
+Each rank holds the logits of its own token rows. The maximum, the sum of exponentials and the
+target's logit are reduced over the axis (three numbers a token), as in Megatron-LM (Shoeybi et al.,
+arXiv 1909.08053, section 3). Padded columns take no part and get a zero gradient. Sums run in
+float32 over slices of tokens, so that no float32 copy of all logits is made; the logits are kept
+for the backward pass in their own dtype and nothing else of that size is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.parallel.collectives import all_reduce_
+from megatron_lightning.parallel.mesh import MeshAxis
+
+_SLICE_ELEMENTS = 1 << 25
+"""Logits handled at once: 128 MiB of float32 temporaries."""
+
+
+class CrossEntropy(nn.Module):
+    """Per-token loss of logits whose last dim may be split and padded."""
+
+    def __init__(self, vocab_size: int, *, label_smoothing: float = 0.0) -> None:
+        """`vocab_size`: true size, without padding. `label_smoothing` in [0, 1), spread over the
+        true vocabulary.
+        """
+        super().__init__()
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and below 1")
+        self.vocab_size = vocab_size
+        self.label_smoothing = label_smoothing
+        self.axis = MeshAxis(name="tp")
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits (S, B, V/tp) and labels (B, S) -> losses (B, S) in float32, not masked.
+
+        Negative labels (such as -100) give loss 0 and no gradient; a label >= vocab_size gives NaN.
+        """
+        losses = vocabulary_cross_entropy(
+            logits,
+            labels.t(),
+            axis=self.axis,
+            vocab_size=self.vocab_size,
+            label_smoothing=self.label_smoothing,
+        )
+        return losses.t()
+
+    def extra_repr(self) -> str:
+        """Settings."""
+        return f"vocab_size={self.vocab_size}, label_smoothing={self.label_smoothing}"
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    axis: MeshAxis,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """-log softmax(logits)[target], with `label_smoothing` as torch's `cross_entropy` defines it.
+
+    `logits` (..., V/tp): this rank's columns, those of rank r begin at r * V/tp, and columns from
+    `vocab_size` on are padding. `targets` (...): global token ids. Returns (...) in float32
+    (float64 for float64 logits), equal on every rank. See `CrossEntropy` for ids out of range.
+    ValueError when the columns of all ranks don't cover the vocabulary.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets of shape {tuple(targets.shape)} don't fit logits of {tuple(logits.shape)}"
+        )
+    if logits.shape[-1] * axis.size < vocab_size:
+        raise ValueError(
+            f"logits hold {logits.shape[-1]} columns on each of {axis.size} ranks, fewer than"
+            f" vocab_size={vocab_size}: is the head's split vocabulary() while the loss was not told of the tensor axis?"
+        )
+    losses = _CrossEntropy.apply(
+        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), axis, vocab_size, label_smoothing
+    )
+    return losses.view(targets.shape)
+
+
+def masked_mean(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of `losses` weighted by `mask` (same shape), and the sum of the mask as float32; (0, 0)
+    where that is 0.
+
+    Masked losses are left out even where they are not finite.
+    """
+    weights = mask.to(torch.float32)
+    num_tokens = weights.sum()
+    total = (losses.masked_fill(mask == 0, 0.0) * weights).sum()
+    return total / torch.where(num_tokens == 0, torch.ones_like(num_tokens), num_tokens), num_tokens
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, axis: MeshAxis, vocab_size: int, smoothing: float
+    ) -> Tensor:
+        tokens, columns = logits.shape
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        offset = axis.rank * columns
+        valid = min(max(vocab_size - offset, 0), columns)
+        local = targets - offset
+        held = (local >= 0) & (local < valid)
+        local = local.clamp(0, columns - 1)
+
+        # 1. The largest logit, over all ranks, keeps the exponentials in range.
+        highest = torch.full((tokens,), -torch.inf, dtype=exact, device=logits.device)
+        if valid:
+            highest = logits[:, :valid].amax(dim=-1).to(exact)
+        all_reduce_(highest, axis, "max")
+
+        # 2. Sums over the own columns, then over all ranks at once: of exponentials, the target's
+        # logit, and all logits (for smoothing).
+        sums = torch.zeros(3, tokens, dtype=exact, device=logits.device)
+        sums[1] = (logits.gather(1, local[:, None])[:, 0].to(exact) - highest) * held
+        for part in _slices(tokens, columns):
+            shifted = logits[part, :valid].to(exact) - highest[part, None]
+            if smoothing:
+                sums[2, part] = shifted.sum(dim=-1)
+            sums[0, part] = shifted.exp_().sum(dim=-1)
+        all_reduce_(sums, axis, "sum")
+
+        log_sum = sums[0].log()
+        losses = log_sum - (1.0 - smoothing) * sums[1] - smoothing / vocab_size * sums[2]
+        losses = losses.masked_fill(targets < 0, 0.0).masked_fill(targets >= vocab_size, torch.nan)
+        ctx.save_for_backward(logits, local, held, targets < 0, highest + log_sum)
+        ctx.valid, ctx.vocab_size, ctx.smoothing = valid, vocab_size, smoothing
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local, held, ignored, log_total = ctx.saved_tensors
+        valid, smoothing = ctx.valid, ctx.smoothing
+        grad = torch.empty_like(logits)
+        grad[:, valid:] = 0.0
+        scale = grad_losses.masked_fill(ignored, 0.0)[:, None]
+        for part in _slices(*logits.shape):
+            probability = (logits[part, :valid].to(log_total.dtype) - log_total[part, None]).exp_()
+            if smoothing:
+                probability.sub_(smoothing / ctx.vocab_size)
+            if valid:
+                hit = held[part, None].to(probability.dtype) * -(1.0 - smoothing)
+                probability.scatter_add_(1, local[part, None].clamp(max=valid - 1), hit)
+            grad[part, :valid] = probability.mul_(scale[part])
+        return grad, None, None, None, None
+
+
+def _slices(tokens: int, columns: int) -> Iterator[slice]:
+    step = max(1, _SLICE_ELEMENTS // max(1, columns))
+    for start in range(0, tokens, step):
+        yield slice(start, min(tokens, start + step))

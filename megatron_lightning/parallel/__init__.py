@@ -1,0 +1,1 @@
+"""One file per dimension of parallelism; see the modules."""

@@ -1,0 +1,190 @@
+"""Collectives over one `MeshAxis`: plain ones, and pairs of forward and backward for autograd.
+
+Every pair takes and gives local tensors. On an axis of size 1 each is the identity. The pairs are
+the conjugate operators of Megatron-LM (arXiv 1909.08053, section 3) and of its sequence parallelism
+(arXiv 2205.05198, section 4.2.2).
+
+| name | forward | backward |
+|---|---|---|
+| copy_to_axis | identity | all-reduce |
+| reduce_from_axis | all-reduce | identity |
+| gather_dim | all-gather | reduce-scatter |
+| gather_dim(backward="split") | all-gather | own part |
+| reduce_scatter_dim | reduce-scatter | all-gather |
+| scatter_dim | own part | all-gather |
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.parallel.mesh import MeshAxis
+
+# torch 2.13 renamed both and warns about the old names, which are the only ones in 2.11.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce_(x: Tensor, axis: MeshAxis, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+    """Reduce a contiguous tensor in place over the axis; no gradient. Returns it."""
+    if axis.size > 1:
+        dist.all_reduce(x, op=_OPS[op], group=axis.group)
+    return x
+
+
+def all_gather(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Join every rank's `x` (equal shapes) along `dim`, in axis order; no gradient."""
+    if axis.size == 1:
+        return x
+    joined = x.new_empty(axis.size * x.shape[0] if x.dim() else axis.size, *x.shape[1:])
+    all_gather_single(joined, x.contiguous(), group=axis.group)
+    dim = dim % x.dim()
+    return joined if dim == 0 else torch.cat(joined.chunk(axis.size, 0), dim)
+
+
+def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Sum `x` over the axis and keep the own one of `axis.size` equal parts along `dim`; no
+    gradient.
+    """
+    if axis.size == 1:
+        return x
+    dim = _check_divides(x, axis, dim)
+    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim), 0)
+    own = parts.new_empty(parts.shape[0] // axis.size, *parts.shape[1:])
+    reduce_scatter_single(own, parts, group=axis.group)
+    return own
+
+
+def own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """View of the own one of `axis.size` equal parts along `dim`."""
+    if axis.size == 1:
+        return x
+    dim = _check_divides(x, axis, dim)
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def copy_to_axis(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Identity forward, all-reduce backward: before columns that are split over the axis."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
+    """All-reduce forward, identity backward: behind partial sums."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def gather_dim(
+    x: Tensor,
+    axis: MeshAxis,
+    dim: int,
+    *,
+    backward: Literal["reduce_scatter", "split"] = "reduce_scatter",
+) -> Tensor:
+    """All-gather along `dim`.
+
+    Backward is a reduce-scatter where each rank goes on to compute another part of what depends on
+    the result (a sequence before split columns), and "split" where all go on alike (a gathered
+    output).
+    """
+    if axis.size == 1:
+        return x
+    return (_Gather if backward == "reduce_scatter" else _GatherAlike).apply(x, axis, dim)
+
+
+def reduce_scatter_dim(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Reduce-scatter along `dim`, all-gather backward: behind partial sums of a split sequence."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def scatter_dim(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Own part along `dim` of a tensor that is equal on all ranks, all-gather backward."""
+    return x if axis.size == 1 else _Scatter.apply(x, axis, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_(_owned(grad), ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
+        return all_reduce_(_owned(x), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_part(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return own_part(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+def _owned(x: Tensor) -> Tensor:
+    """A contiguous copy that may be reduced in place: others may still hold `x`."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> int:
+    """Return `dim` counted from the front; ValueError when the axis doesn't divide its length."""
+    dim = dim % x.dim()
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} can't be split over"
+            f" {axis.name}={axis.size}; make its length a multiple of {axis.size} (with sequence"
+            " parallelism: the sequence length)"
+        )
+    return dim

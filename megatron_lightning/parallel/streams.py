@@ -1,0 +1,318 @@
+"""Where dropout masks come from: seeded streams for training, and exact masks for comparing
+layouts.
+
+`DropoutStreams` draws from two generators: one for activations that are split over the tensor axis,
+which differs between tensor ranks, and one for those that every tensor rank holds, which doesn't.
+Both are seeded anew by `begin` at each micro-batch's forward from the place in the layout and the
+position in training. So a restored run draws the same masks with no generator state in the
+checkpoint.
+
+`ExactDropout` makes each mask a pure function of (seed, module name, global sample, sequence
+position, feature or head and key), so that a run gives the same masks in every layout. It is slow,
+and meant for tests and verification.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.parallel import philox
+from megatron_lightning.parallel.mesh import ParallelMesh
+
+
+class Layout(StrEnum):
+    """What the dims of an activation are, and so which one the tensor axis splits."""
+
+    HIDDEN = "hidden"
+    """(S, B, H); with sequence parallelism S is split, else every tensor rank holds the same."""
+    FEATURES = "features"
+    """(S, B, F); F is split (inside a column and row pair)."""
+    HEADS = "heads"
+    """(B, N, S, S) attention probabilities by head, query and key; N is split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where in training a forward of one micro-batch is."""
+
+    step_index: int = 0
+    """Optimizer steps done before."""
+    micro_batch_index: int = 0
+    """Micro-batches of this step that this data rank did before."""
+    sample_offset: int = 0
+    """Global number, in training, of the micro-batch's first sample."""
+    sample_stride: int = 1
+    """Distance between the numbers of neighbouring samples of the micro-batch."""
+    chunk: int = 0
+    """Model chunk of this pipeline rank (virtual stages)."""
+
+
+class Streams(ABC):
+    """Source of dropout masks for one rank. The runtime calls `begin` before each micro-batch's
+    forward.
+    """
+
+    exact: bool
+
+    def __init__(self, mesh: ParallelMesh, *, seed: int, sequence_parallel: bool) -> None:
+        self.mesh = mesh
+        self.seed = seed
+        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.position = Position()
+        self.sequence_positions: Tensor | None = None
+
+    def begin(
+        self,
+        step_index: int,
+        micro_batch_index: int,
+        sample_offset: int,
+        chunk: int = 0,
+        *,
+        sample_stride: int = 1,
+        sequence_positions: Tensor | None = None,
+    ) -> None:
+        """Set the position in training (see `Position`).
+
+        `sequence_positions`: (S/cp,) positions in the global sequence of the tokens that this
+        context rank holds, before they are split by sequence parallelism; None when it holds all of
+        them in order.
+        """
+        self.position = Position(
+            step_index=step_index,
+            micro_batch_index=micro_batch_index,
+            sample_offset=sample_offset,
+            sample_stride=sample_stride,
+            chunk=chunk,
+        )
+        self.sequence_positions = sequence_positions
+
+    def is_split(self, layout: Layout) -> bool:
+        """True when tensor ranks hold different parts of such an activation."""
+        return self.mesh.tp.size > 1 and (layout is not Layout.HIDDEN or self.sequence_parallel)
+
+    @abstractmethod
+    def draw(
+        self, shape: torch.Size, p: float, *, site: str, layout: Layout, device: torch.device
+    ) -> Tensor:
+        """Bool mask of the local activation's shape; True with probability `p`, where an element is
+        dropped.
+        """
+
+    @abstractmethod
+    def as_default(self, layout: Layout, device: torch.device) -> AbstractContextManager[None]:
+        """Let torch's default generator be the stream for `layout` meanwhile (fused kernels draw
+        from it).
+        """
+
+    @abstractmethod
+    def snapshot(self) -> Any:
+        """What `restored` needs to draw again what is drawn next."""
+
+    @abstractmethod
+    def restored(self, snapshot: Any) -> AbstractContextManager[None]:
+        """Draw from `snapshot` on meanwhile, then go on where it was: for recomputed regions."""
+
+    def recompute_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """`context_fn` for `torch.utils.checkpoint`: the recomputed forward draws what the first
+        one drew.
+        """
+        taken: list[Any] = []
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            taken[:] = [self.snapshot()]
+            yield
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with self.restored(taken[0]):
+                yield
+
+        return first(), again()
+
+
+class DropoutStreams(Streams):
+    """Two generators, seeded at each micro-batch; see the module's text."""
+
+    exact = False
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        *,
+        seed: int,
+        sequence_parallel: bool,
+        seed_default_generator: bool = True,
+    ) -> None:
+        """`seed_default_generator`: `begin` seeds torch's default generator too, as a whole
+        activation's stream, so that a user's own `F.dropout` agrees on all tensor ranks and is
+        restored as well.
+        """
+        super().__init__(mesh, seed=seed, sequence_parallel=sequence_parallel)
+        self.seed_default_generator = seed_default_generator
+        self._whole = torch.Generator(mesh.device)
+        self._split = torch.Generator(mesh.device)
+        self.begin(0, 0, 0)
+
+    def begin(
+        self,
+        step_index: int,
+        micro_batch_index: int,
+        sample_offset: int,
+        chunk: int = 0,
+        *,
+        sample_stride: int = 1,
+        sequence_positions: Tensor | None = None,
+    ) -> None:
+        """See `Streams.begin`."""
+        super().begin(
+            step_index,
+            micro_batch_index,
+            sample_offset,
+            chunk,
+            sample_stride=sample_stride,
+            sequence_positions=sequence_positions,
+        )
+        mesh, position = self.mesh, self.position
+        place = (self.seed, mesh.dp.rank, mesh.cp.rank, mesh.pp.rank, chunk)
+        when = (position.step_index, position.micro_batch_index, position.sample_offset)
+        self._whole.manual_seed(_hash_seed("whole", *place, *when))
+        self._split.manual_seed(_hash_seed("split", *place, *when, mesh.tp.rank))
+        if self.seed_default_generator:
+            torch.manual_seed(_hash_seed("default", *place, *when))
+
+    def draw(
+        self, shape: torch.Size, p: float, *, site: str, layout: Layout, device: torch.device
+    ) -> Tensor:
+        """See `Streams.draw`."""
+        mask = torch.empty(shape, dtype=torch.bool, device=device)
+        return mask.bernoulli_(p, generator=self._generator(layout))
+
+    @contextmanager
+    def as_default(self, layout: Layout, device: torch.device) -> Iterator[None]:
+        """See `Streams.as_default`."""
+        stream, default = self._generator(layout), _default_generator(device)
+        kept = default.get_state()
+        default.set_state(stream.get_state())
+        try:
+            yield
+        finally:
+            stream.set_state(default.get_state())
+            default.set_state(kept)
+
+    def snapshot(self) -> tuple[Tensor, Tensor]:
+        """See `Streams.snapshot`."""
+        return self._whole.get_state(), self._split.get_state()
+
+    @contextmanager
+    def restored(self, snapshot: tuple[Tensor, Tensor]) -> Iterator[None]:
+        """See `Streams.restored`."""
+        kept = self.snapshot()
+        self._set(snapshot)
+        try:
+            yield
+        finally:
+            self._set(kept)
+
+    def _set(self, states: tuple[Tensor, Tensor]) -> None:
+        self._whole.set_state(states[0])
+        self._split.set_state(states[1])
+
+    def _generator(self, layout: Layout) -> torch.Generator:
+        return self._split if self.is_split(layout) else self._whole
+
+
+class ExactDropout(Streams):
+    """Masks by global position; see the module's text."""
+
+    exact = True
+
+    def draw(
+        self, shape: torch.Size, p: float, *, site: str, layout: Layout, device: torch.device
+    ) -> Tensor:
+        """See `Streams.draw`. Counter: (last dim // 4, sequence position, sample, head)."""
+        key = philox.make_key("dropout", self.seed, site)
+        last, offset = shape[-1], self.mesh.tp.rank * shape[-1] if layout is Layout.FEATURES else 0
+        group = torch.arange(offset // 4, (offset + last + 3) // 4, device=device)
+        samples = shape[0] if layout is Layout.HEADS else shape[1]
+        sample = (
+            self.position.sample_offset
+            + torch.arange(samples, device=device) * self.position.sample_stride
+        )
+        sample &= 0xFFFFFFFF
+        if layout is Layout.HEADS:
+            heads, queries = shape[1], self._sequence(shape[2], False, device)
+            head = torch.arange(heads, device=device) + (self.mesh.tp.rank * heads)
+            counter = [group, queries[:, None], sample[:, None, None, None], head[:, None, None]]
+        else:
+            sequence = self._sequence(
+                shape[0], self.sequence_parallel and layout is Layout.HIDDEN, device
+            )
+            counter = [group, sequence[:, None, None], sample[:, None], torch.zeros_like(group)]
+        values = torch.stack(philox.philox(counter, key), dim=-1).flatten(-2)
+        begin = offset - offset // 4 * 4
+        return values[..., begin : begin + last] < round(p * 2**32)
+
+    def _sequence(self, local: int, split: bool, device: torch.device) -> Tensor:
+        """Global sequence positions of the `local` rows of an activation: (local,)."""
+        whole = local * (self.mesh.tp.size if split else 1)
+        positions = self.sequence_positions
+        if positions is None:
+            if self.mesh.cp.size > 1:
+                raise ValueError(
+                    f"exact dropout with context_parallel_size={self.mesh.cp.size} needs"
+                    " sequence_positions in begin()"
+                )
+            positions = torch.arange(whole, device=device)
+        if len(positions) != whole:
+            raise ValueError(
+                f"exact dropout: {len(positions)} sequence positions were given for {whole} tokens"
+            )
+        start = self.mesh.tp.rank * local if split else 0
+        return positions[start : start + local].to(device=device, dtype=torch.int64)
+
+    @contextmanager
+    def as_default(self, layout: Layout, device: torch.device) -> Iterator[None]:
+        """Always a ValueError: a fused kernel's mask has no global positions."""
+        raise ValueError(
+            "exact dropout can't be used with a fused attention kernel, whose masks depend on the"
+            " layout; use the reference attention, or set attention_dropout=0"
+        )
+        yield
+
+    def snapshot(self) -> tuple[Position, Tensor | None]:
+        """See `Streams.snapshot`."""
+        return replace(self.position), self.sequence_positions
+
+    @contextmanager
+    def restored(self, snapshot: tuple[Position, Tensor | None]) -> Iterator[None]:
+        """See `Streams.restored`."""
+        kept = self.snapshot()
+        self.position, self.sequence_positions = snapshot
+        try:
+            yield
+        finally:
+            self.position, self.sequence_positions = kept
+
+
+def _hash_seed(*parts: int | str) -> int:
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
