@@ -1,0 +1,45 @@
+"""Megatron-class training under PyTorch Lightning, on torch.distributed alone.
+
+The public names are imported when they are first used, so that `import megatron_lightning` costs
+nothing and tools can read the version without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_lightning.config import DataParallelConfig, ParallelConfig, PipelineConfig
+    from megatron_lightning.data import PretrainingDataModule
+    from megatron_lightning.models import GPTModel
+    from megatron_lightning.strategies import MegatronStrategy
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DataParallelConfig",
+    "GPTModel",
+    "MegatronStrategy",
+    "ParallelConfig",
+    "PipelineConfig",
+    "PretrainingDataModule",
+    "__version__",
+]
+
+_PACKAGES = {
+    "DataParallelConfig": "config",
+    "GPTModel": "models",
+    "MegatronStrategy": "strategies",
+    "ParallelConfig": "config",
+    "PipelineConfig": "config",
+    "PretrainingDataModule": "data",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PACKAGES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
