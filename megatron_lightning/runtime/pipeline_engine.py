@@ -1,0 +1,294 @@
+"""Executes a pipeline schedule's action list on one rank.
+
+The engine knows neither the model nor the schedule: a runner computes a chunk's forward, the list
+says what happens when (``parallel/schedules.py``). It moves activations and gradients between
+virtual stages, over messages or, between chunks of the same rank, by hand, and calls autograd once
+for each backward.
+
+Memory. Of an output only its place in the graph (``GradientEdge``) is kept for the backward, so
+its storage is freed when it has been sent, unless the graph itself saved it. (Megatron-Core gets
+there by emptying ``output.data``, which is unsafe where an operation saved its result.) Of an input
+the engine keeps only what will receive a gradient.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.runtime.stage_messages import Arrival, StageMessages, TensorSpec
+
+Key = tuple[int, int]
+"""(micro_batch, chunk)"""
+
+
+class StageRunner(Protocol):
+    """What the engine calls to compute."""
+
+    def forward(
+        self, micro_batch: int, chunk: int, received: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...] | Tensor | None:
+        """Run one micro-batch through one of this rank's chunks.
+
+        ``received`` holds the previous virtual stage's outputs, None on the first. Returned is what
+        the next virtual stage gets: a tensor or a tuple of tensors on the engine's device, of any
+        dtype and shape. On the last virtual stage: the scalar to differentiate, weighted as it is
+        to count, or None if this micro-batch has none.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHooks:
+    """Where a caller looks in."""
+
+    before_compute: Callable[[Action], None] | None = None
+    """Called before each forward and backward (random streams, activation offloading)."""
+    before_last_backward: Callable[[int], None] | None = None
+    """Called with a chunk before its last backward of the run: from then on a gradient, once
+    accumulated, is complete, and its reduction may start."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What one forward leaves for its backward."""
+
+    inputs: tuple[Tensor, ...]
+    """Received tensors that want a gradient."""
+    edges: tuple[GradientEdge, ...]
+    """Outputs that get a gradient, or the loss."""
+    specs: tuple[TensorSpec, ...]
+    """Of these outputs, hence also of their gradients."""
+
+
+class PipelineEngine:
+    """Runs action lists on one rank of a pipeline axis.
+
+    Every rank of the axis runs its own list of the same schedule. With an axis of size 1 no process
+    group is needed, whatever the number of chunks. Shapes may differ between micro-batches and
+    between runs: they are sent ahead once for every signature (see ``run``). If a run raises, the
+    other ranks' runs cannot go on; the process group should be given up.
+    """
+
+    def __init__(self, axis: MeshAxis, num_chunks: int, device: torch.device) -> None:
+        self.placement = Placement(axis.size, num_chunks)
+        self.rank = axis.rank
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.messages = StageMessages(axis, device)
+        self.sent_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+        self.received_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        runner: StageRunner,
+        *,
+        signatures: Sequence[Hashable],
+        hooks: EngineHooks | None = None,
+    ) -> None:
+        """Execute this rank's action list: one flush of the pipeline.
+
+        ``signatures`` has one entry for each micro-batch, the same on all ranks: whatever
+        determines the shapes that cross the cuts (as a rule the shapes of the inputs). Gradients
+        accumulate in the parameters' ``grad``. A list without backwards runs without a graph.
+
+        Raises ``ValueError`` for a list or an output that cannot be executed, and passes on what
+        the runner raises.
+        """
+        self._check(actions, signatures)
+        self.messages.connect()
+        run = _Run(self, runner, signatures, backward=any(a.kind is Kind.B for a in actions))
+        last_backward = {a.chunk: i for i, a in enumerate(actions) if a.kind is Kind.B}
+        hooks = hooks or EngineHooks()
+        try:
+            for index, action in enumerate(actions):
+                if hooks.before_last_backward and last_backward.get(action.chunk) == index:
+                    hooks.before_last_backward(action.chunk)
+                if hooks.before_compute and action.kind in COMPUTE:
+                    hooks.before_compute(action)
+                run.execute(action)
+            self.messages.drain()
+        except BaseException:
+            self.sent_specs.clear()  # the peers may not have got what was announced
+            self.received_specs.clear()
+            raise
+        run.check_empty()
+
+    def _check(self, actions: Sequence[Action], signatures: Sequence[Hashable]) -> None:
+        for action in actions:
+            if action.kind in (Kind.I, Kind.W):
+                raise ValueError(f"action {action}: this engine runs full backwards (B) only.")
+            if action.micro_batch >= len(signatures):
+                raise ValueError(
+                    f"action {action}: there are signatures for {len(signatures)} micro-batches; "
+                    "build the schedule for that number."
+                )
+
+
+class _Run:
+    """The state of one flush."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        runner: StageRunner,
+        signatures: Sequence[Hashable],
+        *,
+        backward: bool,
+    ) -> None:
+        self.engine, self.messages, self.placement = engine, engine.messages, engine.placement
+        self.runner, self.signatures, self.backward = runner, signatures, backward
+        self.inputs: dict[Key, Arrival] = {}
+        self.outputs: dict[Key, tuple[Tensor, ...]] = {}
+        self.kept: dict[Key, _Kept] = {}
+        self.output_grads: dict[Key, Arrival] = {}
+        self.input_grads: dict[Key, tuple[Tensor, ...]] = {}
+        self.execute_kind: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send_output,
+            Kind.RECV_F: self._receive_input,
+            Kind.SEND_B: self._send_input_grads,
+            Kind.RECV_B: self._receive_output_grads,
+        }
+
+    def execute(self, action: Action) -> None:
+        self.execute_kind[action.kind](action)
+
+    def check_empty(self) -> None:
+        """Everything received was used and everything made was handed on."""
+        left = [self.inputs, self.outputs, self.kept, self.output_grads, self.input_grads]
+        assert not any(left), f"the action list leaves work undone: {[sorted(d) for d in left]}"
+
+    def _forward(self, action: Action) -> None:
+        key = action.micro_batch, action.chunk
+        stage = self.placement.stage(self.engine.rank, action.chunk)
+        received = None if stage == 0 else self._take_input(key)
+        with torch.set_grad_enabled(self.backward):
+            result = self.runner.forward(*key, received)
+        is_last = stage + 1 == self.placement.num_stages
+        outputs = self._loss(result, action) if is_last else self._activations(result, action)
+        specs = tuple(TensorSpec.of(output, backward=self.backward) for output in outputs)
+        if self.backward:
+            pairs = zip(outputs, specs, strict=True)
+            self.kept[key] = _Kept(
+                inputs=tuple(t for t in received or () if t.requires_grad),
+                edges=tuple(get_gradient_edge(t) for t, spec in pairs if spec.differentiable),
+                specs=tuple(spec for spec in specs if spec.differentiable),
+            )
+        if not is_last:
+            self._hand_on(outputs, specs, key, stage + 1)
+        elif self.backward:
+            ones = tuple(torch.ones_like(loss) for loss in outputs if loss.requires_grad)
+            self.output_grads[key] = Arrival(ones)
+
+    def _backward(self, action: Action) -> None:
+        key = action.micro_batch, action.chunk
+        kept = self.kept.pop(key)
+        grads = self.output_grads.pop(key).take()
+        if kept.edges:
+            torch.autograd.backward(kept.edges, grads)
+        stage = self.placement.stage(self.engine.rank, action.chunk)
+        if stage > 0:
+            self._hand_back(tuple(_take_grad(t) for t in kept.inputs), key, stage - 1)
+
+    def _take_input(self, key: Key) -> tuple[Tensor, ...]:
+        arrival = self.inputs.pop(key)
+        tensors = arrival.take()
+        for tensor, spec in zip(tensors, arrival.specs, strict=True):
+            tensor.requires_grad_(spec.differentiable)
+        return tensors
+
+    def _hand_on(
+        self, outputs: tuple[Tensor, ...], specs: tuple[TensorSpec, ...], key: Key, to_stage: int
+    ) -> None:
+        """Put outputs where SEND_F finds them, or straight before the next chunk of this rank."""
+        owner, chunk = self.placement.owner(to_stage)
+        if owner == self.engine.rank:
+            self.inputs[key[0], chunk] = Arrival(tuple(t.detach() for t in outputs), specs=specs)
+        else:
+            self.outputs[key] = outputs
+
+    def _hand_back(self, grads: tuple[Tensor, ...], key: Key, to_stage: int) -> None:
+        """Put gradients where SEND_B finds them, or straight before the previous chunk."""
+        owner, chunk = self.placement.owner(to_stage)
+        if owner == self.engine.rank:
+            self.output_grads[key[0], chunk] = Arrival(grads)
+        else:
+            self.input_grads[key] = grads
+
+    def _send_output(self, action: Action) -> None:
+        outputs = self.outputs.pop((action.micro_batch, action.chunk))
+        specs = tuple(TensorSpec.of(output, backward=self.backward) for output in outputs)
+        kind = self._message_kind(action)
+        known = self.engine.sent_specs.get(kind)
+        if known is None:
+            self.engine.sent_specs[kind] = specs
+            self.messages.send_specs(specs, _peer(action))
+        elif known != specs:
+            raise ValueError(
+                f"chunk {action.chunk} gave {specs} for micro-batch {action.micro_batch}, but "
+                f"{known} for an earlier one of the same signature {kind[0]!r}: put what makes the "
+                "difference into the signature."
+            )
+        self.messages.send(outputs, _peer(action))
+
+    def _receive_input(self, action: Action) -> None:
+        kind = self._message_kind(action)
+        specs = self.engine.received_specs.get(kind)
+        if specs is None:
+            specs = self.engine.received_specs[kind] = self.messages.receive_specs(_peer(action))
+        self.inputs[action.micro_batch, action.chunk] = self.messages.receive(specs, _peer(action))
+
+    def _send_input_grads(self, action: Action) -> None:
+        grads = self.input_grads.pop((action.micro_batch, action.chunk))
+        self.messages.send(grads, _peer(action))
+
+    def _receive_output_grads(self, action: Action) -> None:
+        key = action.micro_batch, action.chunk
+        self.output_grads[key] = self.messages.receive(self.kept[key].specs, _peer(action))
+
+    def _message_kind(self, action: Action) -> tuple[Hashable, bool, int]:
+        """What decides the specs of an activation; a run without backwards asks for no gradient."""
+        return self.signatures[action.micro_batch], self.backward, action.chunk
+
+    def _activations(self, result: object, action: Action) -> tuple[Tensor, ...]:
+        outputs = result if isinstance(result, tuple) else (result,)
+        for output in outputs:
+            if not isinstance(output, Tensor) or output.device != self.engine.device:
+                where = output.device if isinstance(output, Tensor) else type(output).__name__
+                raise ValueError(
+                    f"chunk {action.chunk} must return a tensor or a tuple of tensors on "
+                    f"{self.engine.device} for the next pipeline stage, but returned one {where}."
+                )
+        return outputs
+
+    def _loss(self, result: object, action: Action) -> tuple[Tensor, ...]:
+        """The loss as a tuple of one, or of none if there is nothing to differentiate."""
+        if not self.backward or result is None:
+            return ()
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(
+                f"the last pipeline stage must return a scalar loss for micro-batch "
+                f"{action.micro_batch}, or None, but returned {what}."
+            )
+        return (result,)
+
+
+def _take_grad(tensor: Tensor) -> Tensor:
+    """Move the gradient out of a received tensor; zeros if none has reached it."""
+    grad, tensor.grad = tensor.grad, None
+    return torch.zeros_like(tensor) if grad is None else grad
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer
