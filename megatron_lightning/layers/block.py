@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
@@ -25,7 +24,7 @@ class TransformerLayer(nn.Module):
         layer: int,
         backend: LayerBackend,
         *,
-        device: torch.device | str | None = None,
+        device: str | None = None,
     ) -> None:
         """Build layer number `layer` (from 0, of the whole network; it decides the window)."""
         super().__init__()

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -42,7 +41,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, config: GPTConfig, backend: LayerBackend, *, device: torch.device | str | None = None
+        self, config: GPTConfig, backend: LayerBackend, *, device: str | None = None
     ) -> None:
         super().__init__()
         self.gated = config.gated_linear_unit

@@ -14,9 +14,7 @@ from megatron_lightning.parallel.random import Constant, Initial
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight."""
 
-    def __init__(
-        self, size: int, epsilon: float, *, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, size: int, epsilon: float, *, device: str | None = None) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.weight = nn.Parameter(torch.empty(size, device=device))
@@ -30,9 +28,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
 
-    def __init__(
-        self, size: int, epsilon: float, *, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, size: int, epsilon: float, *, device: str | None = None) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.weight = nn.Parameter(torch.empty(size, device=device))

@@ -1,0 +1,125 @@
+"""The GPT network: decoder-only transformer from global sizes, written as for one device.
+
+Nothing here knows of ranks: `models/plans.py` says what may be split, and the layers compute with
+the tensors they hold. Hidden states are sequence-first, (S, B, H).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.backend import LayerBackend, check_supported
+from megatron_lightning.layers.block import TransformerLayer
+from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.rotary import RotaryEmbedding
+from megatron_lightning.layers.staged import Carried, StagedNetwork
+from megatron_lightning.layers.torch_backend import TorchBackend
+
+
+class GPTEmbedding(nn.Module):
+    """Word embedding, plus learned positions where the config has them, then dropout."""
+
+    def __init__(self, config: GPTConfig, backend: LayerBackend, *, device: str | None) -> None:
+        super().__init__()
+        self.word_embeddings = backend.word_embeddings(config, device=device)
+        learned = config.position_embedding == "learned"
+        self.position_embeddings = (
+            backend.position_embeddings(config, device=device) if learned else None
+        )
+        self.dropout = backend.hidden_dropout(config)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """(B, S) -> (S, B, H); positions count from 0 when not given."""
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            if position_ids is None:
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(
+                    0
+                )  # (1, S)
+            hidden = hidden + self.position_embeddings(position_ids)
+        return self.dropout(hidden)
+
+
+class GPTDecoder(nn.Module):
+    """The layers, keyed by their number in the whole network, and the norm after the last. Holds
+    them, runs nothing.
+    """
+
+    def __init__(self, config: GPTConfig, backend: LayerBackend, *, device: str | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {
+                str(i): TransformerLayer(config, i, backend, device=device)
+                for i in range(config.num_layers)
+            }
+        )
+        self.final_layernorm = backend.norm(config, config.hidden_size, device=device)
+
+
+class GPTNetwork(StagedNetwork):
+    """Tokens -> logits, or with labels -> the loss of each token.
+
+    Call: `network(tokens, position_ids=None, labels=None)`, all (B, S) int64, positions in [0,
+    max_position_embeddings), labels already shifted, negative ones ignored. Returns logits (S, B,
+    V) of the true vocabulary, or with labels the losses (B, S) in float32, unmasked and not
+    averaged.
+    """
+
+    layers_path: ClassVar[str] = "decoder.layers"
+
+    def __init__(
+        self, config: GPTConfig, backend: LayerBackend | None = None, *, device: str | None = None
+    ) -> None:
+        """Build with uninitialised weights; "meta" costs nothing. ValueError lists all that is
+        wrong with the config.
+        """
+        super().__init__()
+        backend = TorchBackend() if backend is None else backend
+        check_supported(backend, config)
+        self.config = config
+        self.embedding = GPTEmbedding(config, backend, device=device)
+        self.decoder = GPTDecoder(config, backend, device=device)
+        self.output_layer = backend.output_layer(config, device=device)
+        if config.tie_word_embeddings:
+            self.output_layer.weight = self.embedding.word_embeddings.weight
+        self.loss = CrossEntropy(config.vocab_size, label_smoothing=config.label_smoothing)
+        rotates = config.position_embedding == "rope"
+        self.rotary = RotaryEmbedding(config.rotary_dim, config.rotary) if rotates else None
+
+    def begin(
+        self, tokens: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """Embed: (B, S) -> (S, B, H)."""
+        return self.embedding(tokens, position_ids)
+
+    def apply_layer(
+        self,
+        name: str,
+        layer: nn.Module,
+        carried: Carried,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """One transformer layer: (S, B, H) -> (S, B, H)."""
+        if self.rotary is None:
+            return layer(carried)
+        # From the tokens' shape, since the hidden state may hold only a part of the sequence.
+        return layer(carried, self.rotary(tokens.shape[1], position_ids, tokens.device))
+
+    def finish(
+        self,
+        carried: Carried,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Norm, head, and loss if there are labels: (S, B, H) -> (B, S) losses, or (S, B, V)
+        logits.
+        """
+        logits = self.output_layer(self.decoder.final_layernorm(carried))
+        return self.output_layer.whole(logits) if labels is None else self.loss(logits, labels)

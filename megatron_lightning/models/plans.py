@@ -1,0 +1,90 @@
+"""Split tables: what tensor parallelism does to each parameter of a family, and where the pipeline
+may cut.
+
+Gradients of whole parameters: those of norms, and of biases added after the sum over tensor ranks,
+come from the own part of the sequence under sequence parallelism (SEQUENCE); so do those of learned
+positions, whose ids are cut before the lookup. The norms on query and key heads are shared by heads
+that are split, so each rank has a part (PARTIAL).
+"""
+
+from __future__ import annotations
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.plan import (
+    Gradient,
+    ParallelPlan,
+    Split,
+    column,
+    follows,
+    replicated,
+    row,
+    vocabulary,
+)
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+def gpt_splits(config: GPTConfig) -> dict[str, Split]:
+    """Rows for the parameters that a GPTNetwork of this config has."""
+    layer = "decoder.layers.*"
+    sequence = replicated(Gradient.SEQUENCE)
+    fc1_dim = 1 if config.gated_linear_unit else 0
+    splits = {
+        WORD_EMBEDDINGS: vocabulary(),
+        f"{layer}.input_layernorm.weight": sequence,
+        f"{layer}.self_attention.linear_qkv.weight": column(),
+        f"{layer}.self_attention.linear_proj.weight": row(),
+        f"{layer}.pre_mlp_layernorm.weight": sequence,
+        f"{layer}.mlp.linear_fc1.weight": column(fc1_dim),
+        f"{layer}.mlp.linear_fc2.weight": row(),
+        "decoder.final_layernorm.weight": sequence,
+        OUTPUT_LAYER: vocabulary(),
+    }
+    if config.position_embedding == "learned":
+        splits["embedding.position_embeddings.weight"] = sequence
+    if config.norm == "layernorm":
+        for norm in (
+            f"{layer}.input_layernorm",
+            f"{layer}.pre_mlp_layernorm",
+            "decoder.final_layernorm",
+        ):
+            splits[f"{norm}.bias"] = sequence
+    if config.add_bias_linear or config.add_qkv_bias:
+        splits[f"{layer}.self_attention.linear_qkv.bias"] = follows()
+    if config.add_bias_linear:
+        splits[f"{layer}.self_attention.linear_proj.bias"] = sequence
+        splits[f"{layer}.mlp.linear_fc1.bias"] = follows(fc1_dim)
+        splits[f"{layer}.mlp.linear_fc2.bias"] = sequence
+    if config.qk_layernorm:
+        splits[f"{layer}.self_attention.[qk]_layernorm.*"] = replicated(Gradient.PARTIAL)
+    return splits
+
+
+def gpt_plan(config: GPTConfig) -> ParallelPlan:
+    """How a GPTNetwork may be split and cut."""
+    return ParallelPlan(
+        splits=gpt_splits(config),
+        layers="decoder.layers",
+        first=("embedding",),
+        last=("decoder.final_layernorm", "output_layer"),
+        tied=((WORD_EMBEDDINGS, OUTPUT_LAYER),) if config.tie_word_embeddings else (),
+    )
+
+
+def check_tensor_parallel(config: GPTConfig, tensor_parallel_size: int) -> list[str]:
+    """Sizes that `tensor_parallel_size` must divide and does not, as sentences with field, value
+    and remedy.
+    """
+    sizes = {"num_query_groups": config.num_query_groups, "ffn_hidden_size": config.ffn_hidden_size}
+    problems = []
+    for field, value in sizes.items():
+        if value % tensor_parallel_size:
+            fits = [
+                n for n in range(1, value + 1) if value % n == 0 and n <= 2 * tensor_parallel_size
+            ]
+            problems.append(
+                f"tensor_parallel_size={tensor_parallel_size} does not divide {field}={value};"
+                f" use one of {fits}, or change {field}"
+            )
+    return problems
