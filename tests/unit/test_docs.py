@@ -1,0 +1,46 @@
+"""Links, commands and code blocks of the documents."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert not [link for link in local if not (path.parent / link).exists()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)`", path.read_text())) <= targets
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_python_blocks_parse_and_import_what_exists(path: Path) -> None:
+    for block in code_blocks(path.read_text(), "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+                "megatron_lightning"
+            ):
+                module = importlib.import_module(str(node.module))
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not missing, f"{node.module} has no {missing}"
