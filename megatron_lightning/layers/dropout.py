@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.parallel.exact_dropout import ExactDropout
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.streams import DropoutStreams, ExactDropout, Layout, Streams
+from megatron_lightning.parallel.streams import DropoutStreams, Layout, Streams
 
 
 class Dropout(nn.Module):

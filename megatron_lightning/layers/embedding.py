@@ -8,17 +8,20 @@ gradient, and are no token.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.layers.linear import Border, Linear
-from megatron_lightning.parallel.random import Constant, Initial
+from megatron_lightning.parallel.random import Initial
 
 
 class VocabularyEmbedding(nn.Module):
     """Token ids -> vectors; weight of global shape (vocab_size, hidden_size)."""
 
+    looks_up_ids: ClassVar[bool] = True
     before: Border | None = None
     """Set when the table is whole and the sequence is split: keeps the own part of the ids' last
     dim.
@@ -71,6 +74,7 @@ class PositionEmbedding(nn.Module):
     whole on every rank.
     """
 
+    looks_up_ids: ClassVar[bool] = True
     before: Border | None = None
     """Set when the sequence is split: keeps the own part of the ids' last dim."""
 
@@ -101,7 +105,8 @@ class VocabularyHead(Linear):
     """Hidden states -> logits; weight of global shape (vocab_size, hidden_size), often tied to the
     word embedding.
 
-    To tie, assign the same `nn.Parameter`: `head.weight = embedding.weight`. With a split
+    To tie, assign the same `nn.Parameter`, `head.weight = embedding.weight`, and give both the same
+    `initial`: a later pipeline stage draws its copy by the head's. With a split
     vocabulary the logits stay split over the tensor axis, for `CrossEntropy`; `whole` gives all of
     them, without padding.
     """
@@ -116,13 +121,11 @@ class VocabularyHead(Linear):
         vocab_size: int,
         *,
         bias: bool = False,
-        initial: Initial | None = None,
+        initial: Initial,
         pad_multiple: int = 128,
         device: str | None = None,
     ) -> None:
-        super().__init__(
-            hidden_size, vocab_size, bias=bias, initial=initial or Constant(0.0), device=device
-        )
+        super().__init__(hidden_size, vocab_size, bias=bias, initial=initial, device=device)
         self.vocab_size = vocab_size
         self.pad_multiple = pad_multiple
 

@@ -79,7 +79,8 @@ def vocabulary_cross_entropy(
     if logits.shape[-1] * axis.size < vocab_size:
         raise ValueError(
             f"logits hold {logits.shape[-1]} columns on each of {axis.size} ranks, fewer than"
-            f" vocab_size={vocab_size}: is the head's split vocabulary() while the loss was not told of the tensor axis?"
+            f" vocab_size={vocab_size}: is the head's split vocabulary() while the loss was not"
+            " told of the tensor axis?"
         )
     losses = _CrossEntropy.apply(
         logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), axis, vocab_size, label_smoothing

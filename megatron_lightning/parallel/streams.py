@@ -7,9 +7,7 @@ Both are seeded anew by `begin` at each micro-batch's forward from the place in 
 position in training. So a restored run draws the same masks with no generator state in the
 checkpoint.
 
-`ExactDropout` makes each mask a pure function of (seed, module name, global sample, sequence
-position, feature or head and key), so that a run gives the same masks in every layout. It is slow,
-and meant for tests and verification.
+`exact_dropout.py` holds the other kind of source, for comparing layouts.
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel import philox
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 
@@ -231,79 +228,6 @@ class DropoutStreams(Streams):
 
     def _generator(self, layout: Layout) -> torch.Generator:
         return self._split if self.is_split(layout) else self._whole
-
-
-class ExactDropout(Streams):
-    """Masks by global position; see the module's text."""
-
-    exact = True
-
-    def draw(
-        self, shape: torch.Size, p: float, *, site: str, layout: Layout, device: torch.device
-    ) -> Tensor:
-        """See `Streams.draw`. Counter: (last dim // 4, sequence position, sample, head)."""
-        key = philox.make_key("dropout", self.seed, site)
-        last, offset = shape[-1], self.mesh.tp.rank * shape[-1] if layout is Layout.FEATURES else 0
-        group = torch.arange(offset // 4, (offset + last + 3) // 4, device=device)
-        samples = shape[0] if layout is Layout.HEADS else shape[1]
-        sample = (
-            self.position.sample_offset
-            + torch.arange(samples, device=device) * self.position.sample_stride
-        )
-        sample &= 0xFFFFFFFF
-        if layout is Layout.HEADS:
-            heads, queries = shape[1], self._sequence(shape[2], False, device)
-            head = torch.arange(heads, device=device) + (self.mesh.tp.rank * heads)
-            counter = [group, queries[:, None], sample[:, None, None, None], head[:, None, None]]
-        else:
-            sequence = self._sequence(
-                shape[0], self.sequence_parallel and layout is Layout.HIDDEN, device
-            )
-            counter = [group, sequence[:, None, None], sample[:, None], torch.zeros_like(group)]
-        values = torch.stack(philox.philox(counter, key), dim=-1).flatten(-2)
-        begin = offset - offset // 4 * 4
-        return values[..., begin : begin + last] < round(p * 2**32)
-
-    def _sequence(self, local: int, split: bool, device: torch.device) -> Tensor:
-        """Global sequence positions of the `local` rows of an activation: (local,)."""
-        whole = local * (self.mesh.tp.size if split else 1)
-        positions = self.sequence_positions
-        if positions is None:
-            if self.mesh.cp.size > 1:
-                raise ValueError(
-                    f"exact dropout with context_parallel_size={self.mesh.cp.size} needs"
-                    " sequence_positions in begin()"
-                )
-            positions = torch.arange(whole, device=device)
-        if len(positions) != whole:
-            raise ValueError(
-                f"exact dropout: {len(positions)} sequence positions were given for {whole} tokens"
-            )
-        start = self.mesh.tp.rank * local if split else 0
-        return positions[start : start + local].to(device=device, dtype=torch.int64)
-
-    @contextmanager
-    def as_default(self, layout: Layout, device: torch.device) -> Iterator[None]:
-        """Always a ValueError: a fused kernel's mask has no global positions."""
-        raise ValueError(
-            "exact dropout can't be used with a fused attention kernel, whose masks depend on the"
-            " layout; use the reference attention, or set attention_dropout=0"
-        )
-        yield
-
-    def snapshot(self) -> tuple[Position, Tensor | None]:
-        """See `Streams.snapshot`."""
-        return replace(self.position), self.sequence_positions
-
-    @contextmanager
-    def restored(self, snapshot: tuple[Position, Tensor | None]) -> Iterator[None]:
-        """See `Streams.restored`."""
-        kept = self.snapshot()
-        self.position, self.sequence_positions = snapshot
-        try:
-            yield
-        finally:
-            self.position, self.sequence_positions = kept
 
 
 def _hash_seed(*parts: int | str) -> int:

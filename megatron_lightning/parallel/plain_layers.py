@@ -1,0 +1,92 @@
+"""torch's own `nn.Linear` and `nn.Embedding` with the borders that a split needs.
+
+A user's module becomes one of these by a change of its class, in place: its name, parameters,
+hooks and every reference to it stay, and `isinstance` checks against torch's class hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Border = Callable[[Tensor], Tensor]
+
+
+class SplitLinear(nn.Linear):
+    """`nn.Linear` whose weight may be a part of the whole one."""
+
+    before: Border | None = None
+    after: Border | None = None
+    sums_output: bool = False
+    """True when the output is a partial sum: the bias is added behind `after`, hence once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
+        x = input if self.before is None else self.before(input)
+        y = F.linear(x, self.weight, None if self.sums_output else self.bias)
+        y = y if self.after is None else self.after(y)
+        return y if self.bias is None or not self.sums_output else y + self.bias
+
+
+class SplitEmbedding(nn.Embedding):
+    """`nn.Embedding` that may hold a part of the rows, or see a part of the sequence."""
+
+    before: Border | None = None
+    after: Border | None = None
+    vocabulary_offset: int | None = None
+    """First row held when the rows are split; None when the table is whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(*ids) -> (*ids, embedding_dim). Ids of rows that no rank holds give zeros."""
+        ids = input if self.before is None else self.before(input)
+        if self.vocabulary_offset is None:
+            x = super().forward(ids)
+        else:
+            local = ids - self.vocabulary_offset
+            elsewhere = (local < 0) | (local >= self.weight.shape[0])
+            x = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._own_padding())
+            x = x.masked_fill(elsewhere[..., None], 0.0)
+        return x if self.after is None else self.after(x)
+
+    def _own_padding(self) -> int | None:
+        """`padding_idx`, whose row gets no gradient, among the rows held."""
+        if self.padding_idx is None or self.vocabulary_offset is None:
+            return None
+        local = self.padding_idx - self.vocabulary_offset
+        return local if 0 <= local < self.weight.shape[0] else None
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: SplitLinear,
+    nn.Embedding: SplitEmbedding,
+}
+
+
+def is_plain(module: nn.Module) -> bool:
+    """True for a module that `adopt` can change (exactly torch's class, not a subclass)."""
+    return type(module) in _CLASSES
+
+
+def adopt(module: nn.Module) -> None:
+    """Turn torch's own linear or embedding into the one with borders; leave any other as it is."""
+    module.__class__ = _CLASSES.get(type(module), type(module))
+
+
+def plain_problem(module: nn.Module, tensor_size: int) -> str | None:
+    """Why the rows of this `nn.Embedding` can't be split, or None."""
+    if not isinstance(module, nn.Embedding):
+        return None
+    used = [
+        f"{name}={value}"
+        for name, value, default in (
+            ("max_norm", module.max_norm, None),
+            ("scale_grad_by_freq", module.scale_grad_by_freq, False),
+            ("sparse", module.sparse, False),
+        )
+        if value != default
+    ]
+    if not used:
+        return None
+    return f"nn.Embedding with {', '.join(used)} can't be split over {tensor_size} tensor ranks"
