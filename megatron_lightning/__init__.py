@@ -8,7 +8,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_lightning.config import DataParallelConfig, ParallelConfig, PipelineConfig
+    from megatron_lightning.config import (
+        DataParallelConfig,
+        ParallelConfig,
+        PipelineConfig,
+        RuntimeConfig,
+    )
     from megatron_lightning.data import PretrainingDataModule
     from megatron_lightning.models import GPTModel
     from megatron_lightning.strategies import MegatronStrategy
@@ -22,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "PipelineConfig",
     "PretrainingDataModule",
+    "RuntimeConfig",
     "__version__",
 ]
 
@@ -32,6 +38,7 @@ _PACKAGES = {
     "ParallelConfig": "config",
     "PipelineConfig": "config",
     "PretrainingDataModule": "data",
+    "RuntimeConfig": "config",
 }
 
 
