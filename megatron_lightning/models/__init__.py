@@ -1,0 +1,16 @@
+"""Networks of the zoo, their split tables, presets and generation."""
+
+from megatron_lightning.models.generate import Sampling, generate
+from megatron_lightning.models.gpt_network import GPTNetwork
+from megatron_lightning.models.plans import check_tensor_parallel, gpt_plan
+from megatron_lightning.models.presets import PRESETS, preset_config
+
+__all__ = [
+    "PRESETS",
+    "GPTNetwork",
+    "Sampling",
+    "check_tensor_parallel",
+    "generate",
+    "gpt_plan",
+    "preset_config",
+]
