@@ -173,6 +173,8 @@ def _explicit_units(layout: Layout) -> tuple[list[str], list[str]]:
     cut: list[str] = []
     for index, stage in enumerate(layout):
         if isinstance(stage, int):
+            if stage < 0:
+                return [f"stage {index} has a negative number of layers, {stage}."], []
             cut.append(EMBEDDING * (index == 0) + LAYER * stage + HEAD * (index == len(layout) - 1))
             continue
         names = [_LONG_NAMES.get(name, name) for name in stage]

@@ -43,17 +43,6 @@ class StageRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineHooks:
-    """Where a caller looks in."""
-
-    before_compute: Callable[[Action], None] | None = None
-    """Called before each forward and backward (random streams, activation offloading)."""
-    before_last_backward: Callable[[int], None] | None = None
-    """Called with a chunk before its last backward of the run: from then on a gradient, once
-    accumulated, is complete, and its reduction may start."""
-
-
 @dataclass(slots=True)
 class _Kept:
     """What one forward leaves for its backward."""
@@ -91,28 +80,32 @@ class PipelineEngine:
         runner: StageRunner,
         *,
         signatures: Sequence[Hashable],
-        hooks: EngineHooks | None = None,
+        backward: bool,
+        before_compute: Callable[[Action], None] | None = None,
+        before_last_backward: Callable[[int], None] | None = None,
     ) -> None:
         """Execute this rank's action list: one flush of the pipeline.
 
         ``signatures`` has one entry for each micro-batch, the same on all ranks: whatever
-        determines the shapes that cross the cuts (as a rule the shapes of the inputs). Gradients
-        accumulate in the parameters' ``grad``. A list without backwards runs without a graph.
+        determines the shapes that cross the cuts (as a rule the shapes of the inputs). With
+        ``backward``, gradients accumulate in the parameters' ``grad``; without, the list holds
+        forwards alone and no graph is built. ``before_compute`` is called before each forward and
+        backward; ``before_last_backward`` with a chunk before its last backward in this run: what
+        its parameters accumulate from then on is complete, and may be reduced.
 
         Raises ``ValueError`` for a list or an output that cannot be executed, and passes on what
-        the runner raises.
+        the runner and the callbacks raise.
         """
-        self._check(actions, signatures)
+        self._check(actions, signatures, backward)
         self.messages.connect()
-        run = _Run(self, runner, signatures, backward=any(a.kind is Kind.B for a in actions))
+        run = _Run(self, runner, signatures, backward=backward)
         last_backward = {a.chunk: i for i, a in enumerate(actions) if a.kind is Kind.B}
-        hooks = hooks or EngineHooks()
         try:
             for index, action in enumerate(actions):
-                if hooks.before_last_backward and last_backward.get(action.chunk) == index:
-                    hooks.before_last_backward(action.chunk)
-                if hooks.before_compute and action.kind in COMPUTE:
-                    hooks.before_compute(action)
+                if before_last_backward and last_backward.get(action.chunk) == index:
+                    before_last_backward(action.chunk)
+                if before_compute and action.kind in COMPUTE:
+                    before_compute(action)
                 run.execute(action)
             self.messages.drain()
         except BaseException:
@@ -121,7 +114,9 @@ class PipelineEngine:
             raise
         run.check_empty()
 
-    def _check(self, actions: Sequence[Action], signatures: Sequence[Hashable]) -> None:
+    def _check(
+        self, actions: Sequence[Action], signatures: Sequence[Hashable], backward: bool
+    ) -> None:
         for action in actions:
             if action.kind in (Kind.I, Kind.W):
                 raise ValueError(f"action {action}: this engine runs full backwards (B) only.")
@@ -130,6 +125,11 @@ class PipelineEngine:
                     f"action {action}: there are signatures for {len(signatures)} micro-batches; "
                     "build the schedule for that number."
                 )
+        if backward != any(action.kind is Kind.B for action in actions):
+            raise ValueError(
+                f"backward={backward}, but the action list holds {'no ' * backward}backwards: "
+                f"build the schedule with forward_only={not backward}."
+            )
 
 
 class _Run:
