@@ -1,0 +1,73 @@
+"""Corpora, samples, their order, and the loaders of a Trainer."""
+
+from megatron_lightning.data.blend import (
+    BlendedDataset,
+    BlendIndex,
+    build_blend,
+    build_blend_index,
+    build_exhaustive_index,
+    parse_blend,
+)
+from megatron_lightning.data.card import DataCard, card_path, read_card, write_card
+from megatron_lightning.data.datamodule import PretrainingDataModule
+from megatron_lightning.data.gpt import GPTDataset
+from megatron_lightning.data.gpt_index import (
+    EpochPlan,
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+from megatron_lightning.data.indexed import IndexedDataset, best_dtype
+from megatron_lightning.data.indexed_writer import IndexedDatasetWriter, merge
+from megatron_lightning.data.loader import StatefulLoader
+from megatron_lightning.data.preprocess import preprocess_jsonl
+from megatron_lightning.data.sample_text import python_help_texts, write_python_help
+from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler, epoch_order
+from megatron_lightning.data.splits import Splits, parse_split, split_ranges
+from megatron_lightning.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_byte_bpe,
+)
+
+__all__ = [
+    "PADDING",
+    "BlendIndex",
+    "BlendedDataset",
+    "ByteTokenizer",
+    "DataCard",
+    "EpochPlan",
+    "FileTokenizer",
+    "GPTDataset",
+    "GlobalBatchSampler",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "PretrainingDataModule",
+    "Splits",
+    "StatefulLoader",
+    "Tokenizer",
+    "best_dtype",
+    "build_blend",
+    "build_blend_index",
+    "build_document_index",
+    "build_exhaustive_index",
+    "build_sample_index",
+    "build_shuffle_index",
+    "card_path",
+    "epoch_order",
+    "load_tokenizer",
+    "merge",
+    "parse_blend",
+    "parse_split",
+    "plan_epochs",
+    "preprocess_jsonl",
+    "python_help_texts",
+    "read_card",
+    "split_ranges",
+    "train_byte_bpe",
+    "write_card",
+    "write_python_help",
+]

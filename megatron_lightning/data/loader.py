@@ -1,0 +1,172 @@
+"""A loader that knows how many samples it has delivered, and continues there after a restart.
+
+It wraps a torch DataLoader without being one: Lightning would replace the batch sampler of a
+DataLoader, but leaves any other iterable alone, and stores and restores the state of one that has
+`state_dict`.
+
+What is counted are delivered batches, not the sampler's draws, which run ahead when worker
+processes prefetch. The state is the same on every rank and in every layout.
+
+Training data is one stream: a pass over the loader (an epoch of the Trainer) continues where the
+last one ended, and goes into the next epoch of the data when it must. So no sample is skipped or
+repeated when a pass is cut short (`limit_train_batches`, `max_steps`), whatever the Trainer takes
+for an epoch. Lightning does not exhaust a loader that has a length, so code after the last `yield`
+may never run: everything that a new pass needs is decided when its first batch is asked for.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_lightning.data.blend import SampleSource
+from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Where a loader is; equal on all ranks, independent of the layout."""
+
+    epoch: int = 0
+    """Epoch of the data of the batch delivered last (or first to come), from 0."""
+    consumed_in_epoch: int = 0
+    """Samples of that epoch delivered to all ranks together, padding not counted."""
+    consumed_samples: int = 0
+    """Samples delivered to all ranks together since the run began, padding not counted."""
+    pass_number: int = 0
+    """The current pass over the loader (Lightning's epoch), from 0."""
+    batches_in_pass: int = 0
+    """Batches delivered in that pass."""
+
+
+def stack_samples(samples: list[dict[str, Tensor]]) -> Batch:
+    """Returns a batch of samples with equal fields: each field stacked to (B, ...)."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+class StatefulLoader:
+    """Batches of this rank with an exact and layout-independent position.
+
+    Args:
+        dataset: map-style data set of dicts of tensors.
+        sampler: this rank's batches.
+        restart: begin every pass at the first sample of the first epoch (evaluation, overfitting on
+            purpose).
+        num_workers: processes that read ahead; 0 reads in this process.
+        pin_memory: copy batches to page-locked memory for faster transfer to a GPU.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        sampler: GlobalBatchSampler,
+        *,
+        restart: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self._batches = sampler
+        self._loader: DataLoader[Batch] = DataLoader(
+            _PaddedDataset(dataset),
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            collate_fn=stack_samples,
+        )
+        self._restart = restart
+        self._loaded_pass: int | None = None  # pass in which a loaded position was saved
+        self.position = Position()
+
+    @property
+    def sampler(self) -> "StatefulLoader":
+        """The object whose `set_epoch` Lightning calls."""
+        return self
+
+    @property
+    def batch_sampler(self) -> GlobalBatchSampler:
+        """The batches of this rank (Lightning looks here for shuffled evaluation data)."""
+        return self._batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Announces pass `epoch`; a loader without a position also begins with that data epoch."""
+        self.position.pass_number = epoch
+        if self.position.consumed_samples == 0 and not self._restart:
+            self.position.epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches in a whole pass, even when resumed inside one: Lightning counts from its start."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields batches of dicts; tokens, labels, position_ids and loss_mask are (B, S)."""
+        self._begin_pass()
+        at = self.position
+        step, total = self._batches.global_batch_size, self._batches.num_samples
+        while at.batches_in_pass < len(self):
+            self._seek()
+            for batch in self._loader:
+                delivered = min(step, total - at.consumed_in_epoch)
+                at.consumed_in_epoch += delivered
+                at.consumed_samples += delivered
+                at.batches_in_pass += 1
+                yield batch
+                if at.batches_in_pass >= len(self):
+                    return
+
+    def _begin_pass(self) -> None:
+        """Starts the count of a new pass, unless the loaded position lies within this one."""
+        at = self.position
+        if self._loaded_pass != at.pass_number or at.batches_in_pass >= len(self):
+            at.batches_in_pass = 0
+        self._loaded_pass = None
+        if self._restart:
+            at.epoch, at.consumed_in_epoch = 0, 0
+
+    def _seek(self) -> None:
+        """Points the sampler at the position, which may be the start of the next epoch."""
+        at = self.position
+        if self._batches.batches_after(at.consumed_in_epoch) == 0:
+            at.epoch, at.consumed_in_epoch = at.epoch + 1, 0
+        self._batches.epoch, self._batches.start = at.epoch, at.consumed_in_epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the position: equal on all ranks, independent of the layout."""
+        return asdict(self.position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at the position of `state`: in the pass in which it was saved, or in a pass
+        announced since.
+
+        Raises:
+            ValueError: a field is missing or is no count.
+        """
+        names = [field.name for field in fields(Position)]
+        wrong = [name for name in names if type(state.get(name)) is not int or state[name] < 0]
+        if wrong:
+            raise ValueError(
+                f"loader state {dict(state)} must hold a count for {', '.join(wrong)}: the "
+                "checkpoint was written with another data loader"
+            )
+        self.position = Position(**{name: state[name] for name in names})
+        self._loaded_pass = self.position.pass_number
+
+
+class _PaddedDataset(Dataset[dict[str, Tensor]]):
+    """The data set, with sample `PADDING`: the first one without any loss."""
+
+    def __init__(self, dataset: SampleSource) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index != PADDING:
+            return self._dataset[index]
+        first = self._dataset[0]
+        return {**first, "loss_mask": torch.zeros_like(first["loss_mask"])}

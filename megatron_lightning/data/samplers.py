@@ -1,0 +1,100 @@
+"""Which samples each data-parallel rank reads in each step.
+
+The order of the samples is a pure function of seed and epoch, and the place in it a count of
+samples. Every rank takes its slice of the same global batch, so neither the number of ranks nor the
+micro-batch size changes what a step trains on, and a run continues exactly when either changes.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+PADDING = -1
+"""Index of a sample that only fills up the last batch; it must not count in any loss."""
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.integer]:
+    """Returns a permutation of the samples that depends on seed and epoch alone, (num_samples,)."""
+    dtype = np.uint32 if num_samples < 2**32 else np.uint64
+    order = np.arange(num_samples, dtype=dtype)
+    np.random.RandomState([seed, epoch]).shuffle(order)
+    return order
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Batches of sample numbers: this rank's slice of one global batch after the other.
+
+    Iterating gives the batches of epoch `epoch` from sample `start` on.
+
+    Args:
+        num_samples: samples in an epoch.
+        global_batch_size: samples in a batch of all ranks together.
+        dp_rank: this rank's place on the data-parallel axis.
+        dp_size: size of the data-parallel axis.
+        seed: of the shuffling.
+        shuffle: give each epoch its own order; else the order of the data set.
+        shuffle_first_epoch: whether this holds for epoch 0 too (not needed for a shuffled data
+            set).
+        drop_last: leave out the samples that do not fill the last batch; else it is filled up with
+            `PADDING`, so that every sample comes exactly once and all ranks have equally many
+            batches.
+
+    Raises:
+        ValueError: a size is not positive, the rank does not exist, or the batch does not divide by
+            the ranks.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = False,
+        shuffle_first_epoch: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        if num_samples < 0:
+            raise ValueError(f"num_samples={num_samples} must not be negative")
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank={dp_rank} must be between 0 and dp_size - 1 = {dp_size - 1}")
+        if global_batch_size < 1 or global_batch_size % dp_size:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} must be a positive multiple of the "
+                f"{dp_size} data-parallel ranks, such as "
+                f"{dp_size * max(1, global_batch_size // dp_size)}"
+            )
+        self.num_samples, self.global_batch_size = num_samples, global_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.seed, self.drop_last = seed, drop_last
+        self._shuffle, self._shuffle_first_epoch = shuffle, shuffle_first_epoch
+        self.epoch, self.start = 0, 0
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return self.batches_after(0)
+
+    def batches_after(self, start: int) -> int:
+        """Returns the number of batches in an epoch from sample `start` on."""
+        left = max(self.num_samples - start, 0)
+        return (
+            left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields this rank's sample numbers, global_batch_size / dp_size a batch."""
+        share = self.global_batch_size // self.dp_size
+        order = self._order()
+        for number in range(self.batches_after(self.start)):
+            begin = self.start + number * self.global_batch_size + self.dp_rank * share
+            held = order[begin : begin + share].tolist()
+            yield held + [PADDING] * (share - len(held))
+
+    def _order(self) -> NDArray[np.integer]:
+        if self._shuffle and (self.epoch > 0 or self._shuffle_first_epoch):
+            return epoch_order(self.num_samples, self.seed, self.epoch)
+        return np.arange(self.num_samples, dtype=np.uint64)
