@@ -34,7 +34,7 @@ test-gpu: $(TOOLS)  ## the tests that need CUDA devices
 lint: $(TOOLS)  ## style, formatting, import rules, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --config pyproject.toml
+	$(BIN)/lint-imports
 	$(BIN)/codespell .
 
 types: $(TOOLS)  ## static types

@@ -2,7 +2,10 @@
 
 import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,22 @@ def test_python_blocks_parse_and_import_what_exists(path: Path) -> None:
                 module = importlib.import_module(str(node.module))
                 missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
                 assert not missing, f"{node.module} has no {missing}"
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
+    [example] = code_blocks((ROOT / "README.md").read_text(), "python")
+    assert "max_steps=100" in example
+    script = tmp_path / "example.py"
+    script.write_text(example.replace("max_steps=100", "max_steps=3"))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "`Trainer.fit` stopped: `max_steps=3` reached." in done.stderr + done.stdout
