@@ -1,0 +1,48 @@
+"""Presets build, and count the published numbers of parameters."""
+
+import pytest
+
+from megatron_lightning.models import PRESETS, GPTNetwork, preset_config
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_numbers_of_parameters(name):
+    assert preset_config(name).num_parameters() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_valid_and_its_network_holds_what_it_counts(name):
+    config = preset_config(name)
+    assert config.check() == []
+    network = GPTNetwork(config, device="meta")
+    assert sum(p.numel() for p in network.parameters()) == config.num_parameters()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_state_differences_only(name):
+    required = {"vocab_size", "num_layers", "hidden_size", "num_attention_heads"}
+    sizes = {field: PRESETS[name][field] for field in required}
+    defaults = type(preset_config(name))(**sizes)
+    for field, value in PRESETS[name].items():
+        if field not in required and not name.startswith("tiny"):
+            assert value != getattr(defaults, field), field
+
+
+def test_changes_and_unknown_names():
+    config = preset_config("llama3-8b", num_layers=2)
+    assert (config.num_layers, config.hidden_size) == (2, 4096)
+    with pytest.raises(ValueError, match="preset='llama9' is unknown"):
+        preset_config("llama9")
+    with pytest.raises(ValueError, match="n_layer"):
+        preset_config("gpt2", n_layer=2)
