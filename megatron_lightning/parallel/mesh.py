@@ -64,7 +64,7 @@ class MeshAxis:
         return self.rank == self.size - 1
 
 
-SINGLE_AXIS_NAMES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "pp_tp", "world", "edges")
+SINGLE_AXIS_NAMES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "pp_tp", "pp_dp_cp", "world", "edges")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ class ParallelMesh:
     """Sizes, this process' rank, and every axis that the runtime uses.
 
     Axes: pp, dp, cp, tp; edp, ep, etp; the joined dp_cp (gradients of dense parameters), pp_tp (the ranks that hold
-    one copy of the model) and world; and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere).
+    one copy of the model), pp_dp_cp (losses and logged numbers) and world; and edges, the first and last pipeline stage
+    (tied embeddings; size 1 elsewhere).
     """
 
     device: torch.device
@@ -185,6 +186,7 @@ def _axis_rank_lists(
     lists |= {name: rank_lists(sizes, expert_order, [name]) for name in ("edp", "ep", "etp")}
     lists["dp_cp"] = rank_lists(sizes, order, ["dp", "cp"])
     lists["pp_tp"] = rank_lists(sizes, order, ["pp", "tp"])
+    lists["pp_dp_cp"] = rank_lists(sizes, order, ["pp", "dp", "cp"])
     lists["world"] = [tuple(range(math.prod(sizes[name] for name in order)))]
     lists["edges"] = [tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in pipelines]
     return lists

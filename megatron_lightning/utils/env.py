@@ -80,3 +80,9 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
             "unset it, or start through torchrun or srun, which set it"
         )
     return int(text)
+
+
+def global_seed(environment: Mapping[str, str] | None = None) -> int | None:
+    """Seed that `lightning.seed_everything` left for all processes (PL_GLOBAL_SEED), or None."""
+    variables = os.environ if environment is None else environment
+    return _number(variables, "PL_GLOBAL_SEED", 0) if "PL_GLOBAL_SEED" in variables else None

@@ -1,0 +1,25 @@
+"""The codec of this package's checkpoints: our frozen configs may occur among hyper-parameters."""
+
+from megatron_lightning.checkpoint.codec import Codec
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.parallel import (
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RuntimeConfig,
+)
+from megatron_lightning.config.rotary import RotaryConfig
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+
+CODEC = Codec(
+    classes=(
+        DataParallelConfig,
+        GPTConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        PipelineConfig,
+        RotaryConfig,
+        RuntimeConfig,
+        SchedulerConfig,
+    )
+)

@@ -1,0 +1,156 @@
+"""`GPTModel`: decoder-only language model as a LightningModule, from a config, a preset or a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.layers.loss import masked_mean
+from megatron_lightning.models.generate import Sampling, generate
+from megatron_lightning.models.gpt_network import GPTNetwork
+from megatron_lightning.models.module import MegatronModule
+from megatron_lightning.models.plans import gpt_plan
+from megatron_lightning.models.presets import preset_config
+from megatron_lightning.optim.build import build_optimizer
+from megatron_lightning.optim.schedules import build_schedule
+
+LossNormalization = Literal["token", "micro_batch"]
+
+
+class GPTModel(MegatronModule):
+    """Next-token prediction with AdamW and a warm-up schedule; every hook may be overridden as in any LightningModule.
+
+    Batches are dicts of `tokens`, `labels` (already shifted), `loss_mask` and optionally `position_ids`, each (B, S).
+
+    `loss_normalization`: "token" divides the window's summed loss by all its tokens, whatever the micro-batches and
+    ranks; "micro_batch" averages the means of micro-batches equally, as Megatron-Core does by default.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        optimizer: OptimizerConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        loss_normalization: LossNormalization = "token",
+    ) -> None:
+        super().__init__()
+        if loss_normalization not in ("token", "micro_batch"):
+            raise ValueError(f"loss_normalization={loss_normalization!r}: choose 'token' or 'micro_batch'")
+        self.save_hyperparameters()
+        self.config = config
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.scheduler_config = scheduler or SchedulerConfig()
+        self.loss_normalization = loss_normalization
+
+    @classmethod
+    def from_preset(cls, name: str, **kwargs: Any) -> Self:
+        """Make a published architecture by name, e.g. `llama3-8b`; `kwargs` go to the constructor."""
+        return cls(preset_config(name), **kwargs)
+
+    def build_network(self, device: str | None = None) -> nn.Module:
+        """Make the network with uninitialised weights."""
+        return GPTNetwork(self.config, device=device)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """The GPT family's split table."""
+        return gpt_plan(self.config)
+
+    def check_data(self, data: Any) -> list[str]:
+        """What doesn't fit between the model and a `PretrainingDataModule`, before anything is started."""
+        problems = []
+        vocab_size, seq_length = getattr(data, "vocab_size", None), getattr(data, "seq_length", None)
+        if vocab_size is not None and vocab_size > self.config.vocab_size:
+            problems.append(
+                f"config.vocab_size={self.config.vocab_size}: the data have {vocab_size} token ids; set it to {vocab_size}"
+            )
+        limit = self.config.max_position_embeddings
+        if seq_length is not None and self.config.position_embedding == "learned" and seq_length > limit:
+            problems.append(
+                f"seq_length={seq_length}: above config.max_position_embeddings={limit}, the learned positions there are;"
+                " shorten the samples or raise it"
+            )
+        return problems
+
+    # ------------------------------------------------------------------ steps
+
+    def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(mean loss over the tokens that count, number of these tokens) of one micro-batch."""
+        losses = self(batch["tokens"], batch.get("position_ids"), batch["labels"])  # (B, S)
+        return masked_mean(losses, batch["loss_mask"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Mean loss of a micro-batch and its number of tokens."""
+        loss, num_tokens = self.token_losses(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return {"loss": loss, "num_tokens": num_tokens} if self.loss_normalization == "token" else loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Log `val_loss`, the mean over all tokens of the validation set."""
+        return self._evaluate(batch, "val_loss")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Log `test_loss`, the mean over all tokens of the test set."""
+        return self._evaluate(batch, "test_loss")
+
+    def _evaluate(self, batch: dict[str, Tensor], name: str) -> Any:
+        loss, num_tokens = self.token_losses(batch)
+        self.log(name, loss, prog_bar=True)
+        return {"loss": loss, "num_tokens": num_tokens}
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Logits (B, S, V) of the true vocabulary."""
+        logits = self(batch["tokens"], batch.get("position_ids"))  # (S, B, V)
+        return logits.transpose(0, 1)
+
+    # ------------------------------------------------------------------ optimization
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with and without weight decay, and the schedule by optimizer steps."""
+        optimizer = build_optimizer(self.canonical_parameters(), self.optimizer_config, self.global_shapes())
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        batch = getattr(data, "global_batch_size", None)
+        schedule = build_schedule(
+            optimizer,
+            self.optimizer_config,
+            self.scheduler_config,
+            total_steps=self.trainer.estimated_stepping_batches,
+            global_batch_size=None if batch is None else batch * self.trainer.accumulate_grad_batches,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ------------------------------------------------------------------ generation
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor | Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        end_token: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue `tokens`, (B, S) or one sequence, by up to `max_new_tokens` ids; the whole model is in this process."""
+        prompt = torch.as_tensor(tokens)
+        prompt = prompt.unsqueeze(0) if prompt.dim() == 1 else prompt
+        network = self.built_network()
+        was_training = network.training
+        network.eval()
+        try:
+            return generate(
+                lambda ids: network(ids)[-1],  # logits (S, B, V) -> those of the next token
+                prompt.to(next(network.parameters()).device),
+                max_new_tokens=max_new_tokens,
+                vocab_size=self.config.vocab_size,
+                sampling=sampling,
+                end_token=end_token,
+                generator=generator,
+            )
+        finally:
+            network.train(was_training)

@@ -1,0 +1,125 @@
+"""`MegatronModule`: a LightningModule whose network is built late and described by a plan.
+
+Construction is free: it keeps configs. The network is built on the meta device in `configure_model` when the strategy
+gives it its values (each rank only its part), and as a whole, with the same values, under any other strategy or at the
+first call outside of a Trainer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+import megatron_lightning.checkpoint as store
+from megatron_lightning.checkpoint.config_codec import CODEC
+from megatron_lightning.config.plan import ParallelPlan, canonical_name
+from megatron_lightning.layers.whole import materialise_whole
+from megatron_lightning.utils.env import global_seed
+
+DEFAULT_SEED = 1234
+
+
+class MegatronModule(LightningModule, ABC):
+    """Base of the zoo's modules. Subclasses say how the network is built and how it may be cut."""
+
+    network_attribute: ClassVar[str] = "network"
+    """Attribute that the strategy cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network: nn.Module | None = None
+
+    @abstractmethod
+    def build_network(self, device: str | None = None) -> nn.Module:
+        """Make the network with uninitialised weights; "meta" must cost nothing."""
+
+    @abstractmethod
+    def parallel_plan(self) -> ParallelPlan:
+        """How tensor and pipeline parallelism may cut the network."""
+
+    def configure_model(self) -> None:
+        """Build the network if it isn't there."""
+        if self.network is not None:
+            return
+        self.network = self.build_network("meta")
+        if not (self._trainer is not None and getattr(self.trainer.strategy, "materialises_networks", False)):
+            self._fill(self.network)
+
+    def _fill(self, network: nn.Module) -> None:
+        seed = global_seed()
+        materialise_whole(
+            network,
+            self.parallel_plan(),
+            seed=DEFAULT_SEED if seed is None else seed,
+            prefix=f"{self.network_attribute}.",
+        )
+
+    def built_network(self) -> Any:
+        """The network, built as a whole in this process if that hasn't happened yet."""
+        if self.network is None:
+            self.configure_model()
+        return self.network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network."""
+        return self.built_network()(*args, **kwargs)
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> global shape of every parameter of the whole network, whatever this rank holds."""
+        whole = self.build_network("meta")
+        return {f"{self.network_attribute}.{name}": tuple(p.shape) for name, p in whole.named_parameters()}
+
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """Canonical name -> parameter, for those that this rank holds."""
+        tied = {user: owner for owner, user in self.parallel_plan().tied}
+        prefix = f"{self.network_attribute}."
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.named_parameters():
+            canonical = canonical_name(name)
+            owner = tied.get(canonical.removeprefix(prefix))
+            found.setdefault(canonical if owner is None else prefix + owner, parameter)
+        return found
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make the module of a checkpoint folder, whole in this process, whatever layout it was saved in.
+
+        Constructor arguments come from the checkpoint; `kwargs` replace them. Raises CheckpointError when the folder is
+        no valid checkpoint or its tensors don't fit.
+        """
+        if hparams_file is not None:
+            raise ValueError("hparams_file=...: hyper-parameters are in the checkpoint itself; leave it out")
+        objects = store.load_objects(checkpoint_path, codec=CODEC)
+        module = cls(**{**_constructor_arguments(objects), **kwargs})
+        module.configure_model()
+        module.load_weights(checkpoint_path, strict=strict is not False)
+        return module if map_location is None else module.to(map_location)
+
+    def load_weights(self, checkpoint_path: str | Path, *, strict: bool = True) -> store.LoadReport:
+        """Load the weights of a checkpoint folder into this whole module."""
+        self.configure_model()
+        tensors: dict[str, Tensor] = {}
+        shapes = self.global_shapes()
+        for name, parameter in self.canonical_parameters().items():
+            shape = shapes[name]
+            tensors[f"model.{name}"] = store.BoxedTensor.from_local(parameter, shape, (0,) * len(shape), shape)
+        with torch.no_grad():
+            return store.load(checkpoint_path, tensors, strict="all" if strict else "none", scope="model.")
+
+
+def _constructor_arguments(objects: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = dict(objects.get("hyper_parameters") or {})
+    return {key: value for key, value in arguments.items() if not key.startswith("_")}

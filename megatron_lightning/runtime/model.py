@@ -1,0 +1,90 @@
+"""The cut model of one rank: what `parallelize` returns and the strategy works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
+from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.streams import Streams
+from megatron_lightning.runtime.stages import Carried, PipelinedNetwork
+
+
+@dataclass(kw_only=True)
+class ParallelModel:
+    """This rank's part of the model, with the table that says what each parameter is."""
+
+    plan: ParallelPlan | None
+    """None: a user's module without a plan, under data parallelism only."""
+    pipelined: PipelinedNetwork | None
+    """None when one stage holds the whole network."""
+    num_chunks: int
+    holds_last: bool
+    """True where the loss is computed: on the last pipeline stage."""
+    table: Mapping[str, ParameterInfo]
+    """Canonical name -> what the parameter is and which box of it this rank holds."""
+    parameters: Mapping[str, nn.Parameter]
+    """Canonical name -> the local parameter."""
+    chunk_of: Mapping[str, int]
+    """Canonical name -> the chunk that holds it."""
+    tied: tuple[str, ...]
+    """Canonical names of parameters that the first and the last stage both hold, in an order equal on both."""
+    streams: Streams | None
+    buckets: GradientBuckets | None = field(default=None, init=False)
+    """None when not training, or under manual optimization."""
+
+    def begin_forward(self, batch_index: int, micro_batch: int, first_sample: int, chunk: int) -> None:
+        """Set dropout streams to the position of this forward."""
+        if self.streams is not None:
+            self.streams.begin(batch_index, micro_batch, first_sample, chunk)
+
+    def run_chunk(self, chunk: int, carried: Carried | None, step: Callable[[], Any]) -> tuple[bool, Any]:
+        """Run `step` with one chunk active; see `PipelinedNetwork.run_stage`."""
+        if self.pipelined is None:
+            return True, step()
+        return self.pipelined.run_stage(chunk, carried, step)
+
+    def set_buckets(self, mesh: ParallelMesh, config: ParallelConfig, *, enabled: bool) -> None:
+        """Make gradient buckets for the parameters that are trainable now, or remove them."""
+        self.release_buckets()
+        if not enabled:
+            return
+        chunks: list[dict[str, nn.Parameter]] = [{} for _ in range(self.num_chunks)]
+        for name, parameter in self.parameters.items():
+            chunks[self.chunk_of[name]][name] = parameter
+        self.buckets = GradientBuckets(
+            chunks,
+            self.table,
+            mesh,
+            sequence_parallel=config.sequence_parallel,
+            tied=self.tied,
+            bucket_size=config.data_parallel.bucket_size,
+            overlap=config.data_parallel.overlap_grad_reduce,
+        )
+
+    def release_buckets(self) -> None:
+        """Remove the buckets with their hooks, so that autograd works on the parameters as usual again."""
+        if self.buckets is not None:
+            self.buckets.release()
+            self.buckets = None
+
+    def average_gradients(self, mesh: ParallelMesh) -> None:
+        """Average what is in `p.grad` over the data axis (manual optimization: as DDP, after each backward)."""
+        if mesh.dp_cp.size == 1:
+            return
+        for name in sorted(self.parameters):
+            parameter = self.parameters[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=mesh.dp_cp.group)
+            parameter.grad /= mesh.dp_cp.size

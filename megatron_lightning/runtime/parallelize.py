@@ -1,0 +1,196 @@
+"""From a LightningModule built for one process to this rank's part of it. The one place where parallelism is seen.
+
+    build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan (tensor, sequence)
+    -> dropout streams -> materialise or cut the user's values -> gradient buckets (data)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, canonical_name, replicated
+from megatron_lightning.layers.dropout import apply_random
+from megatron_lightning.parallel.materialise import materialise
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.pipeline import StageLayout, build_layout
+from megatron_lightning.parallel.streams import Streams
+from megatron_lightning.parallel.tensor import apply_tensor_parallel
+from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.runtime.stages import PipelinedNetwork, cut_network, layer_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Which part of a LightningModule is cut, and by which plan."""
+
+    plan: ParallelPlan
+    attribute: str
+    """Attribute of the LightningModule that holds the network, e.g. `network`."""
+
+
+def parallelize(
+    module: LightningModule,
+    target: Target | None,
+    mesh: ParallelMesh,
+    config: ParallelConfig,
+    *,
+    seed: int,
+    params_dtype: torch.dtype | None,
+) -> ParallelModel:
+    """Cut `module` in place for this rank and give every parameter its values.
+
+    Without a `target` the whole module is replicated over the data axis. `params_dtype` None keeps the parameters' own.
+    """
+    if target is None:
+        return _replicate(module, mesh, seed=seed)
+    network = module.get_submodule(target.attribute)
+    _check_nothing_outside(module, network, target, mesh)
+    if not _on_meta(network):
+        network.to(mesh.device)
+        share_first_rank_values(network, mesh)
+    pipelined = _cut_stages(module, network, target, mesh, config)
+    chunks = [network] if pipelined is None else list(pipelined.chunks)
+    tied = {f"{target.attribute}.{user}": f"{target.attribute}.{owner}" for owner, user in target.plan.tied}
+    table: dict[str, ParameterInfo] = {}
+    streams: Streams | None = None
+    for chunk in chunks:
+        rows = apply_tensor_parallel(
+            chunk,
+            target.plan,
+            mesh.tp,
+            sequence_parallel=config.sequence_parallel,
+            prefix=f"{target.attribute}.",
+        )
+        streams = apply_random(
+            chunk,
+            mesh,
+            seed=seed,
+            exact=config.runtime.exact_dropout,
+            sequence_parallel=config.sequence_parallel,
+            streams=streams,
+        )
+        materialise(chunk, rows, seed=seed, device=mesh.device, dtype=params_dtype, prefix=f"{target.attribute}.")
+        table |= {row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)}
+    _share_tied_within_rank(chunks, target.plan)
+    return _finish(module, target.plan, pipelined, table, tied, streams, mesh)
+
+
+def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:
+    """Where first and last chunk are on one rank (virtual stages without a pipeline), tie them as in one process."""
+    for owner, user in plan.tied:
+        owners = [chunk for chunk in chunks if _parameter(chunk, owner) is not None]
+        users = [chunk for chunk in chunks if _parameter(chunk, user) is not None]
+        if owners and users and owners[0] is not users[0]:
+            module_path, _, name = user.rpartition(".")
+            setattr(users[0].get_submodule(module_path), name, _parameter(owners[0], owner))
+
+
+def _parameter(chunk: nn.Module, name: str) -> nn.Parameter | None:
+    return dict(chunk.named_parameters(remove_duplicate=False)).get(name)
+
+
+def _replicate(module: LightningModule, mesh: ParallelMesh, *, seed: int) -> ParallelModel:
+    table = {name: whole(name, parameter) for name, parameter in module.named_parameters()}
+    if _on_meta(module):
+        materialise(module, table, seed=seed, device=mesh.device, dtype=None, prefix="")
+    module.to(mesh.device)
+    share_first_rank_values(module, mesh)
+    return _finish(module, None, None, table, {}, None, mesh)
+
+
+def _finish(
+    module: LightningModule,
+    plan: ParallelPlan | None,
+    pipelined: PipelinedNetwork | None,
+    table: Mapping[str, ParameterInfo],
+    tied: Mapping[str, str],
+    streams: Streams | None,
+    mesh: ParallelMesh,
+) -> ParallelModel:
+    parameters: dict[str, nn.Parameter] = {}
+    chunk_of: dict[str, int] = {}
+    for name, parameter in module.named_parameters():
+        canonical = canonical_name(name)
+        canonical = tied.get(canonical, canonical)
+        parameters.setdefault(canonical, parameter)
+        chunk_of.setdefault(canonical, _chunk_number(name))
+    return ParallelModel(
+        plan=plan,
+        pipelined=pipelined,
+        num_chunks=1 if pipelined is None else len(pipelined.chunks),
+        holds_last=mesh.pp.is_last,
+        table=table,
+        parameters=parameters,
+        chunk_of=chunk_of,
+        streams=streams,
+        tied=tuple(sorted(set(tied.values()))),
+    )
+
+
+def whole(name: str, parameter: nn.Parameter) -> ParameterInfo:
+    """Table row of a parameter that this rank holds as a whole."""
+    shape = tuple(parameter.shape)
+    return ParameterInfo(name=name, global_shape=shape, offsets=(0,) * len(shape), sizes=shape, split=replicated())
+
+
+def stage_layout(network: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> StageLayout:
+    """Which layers each pipeline rank and chunk holds; ValueError where they can't be dealt out."""
+    return build_layout(
+        len(layer_names(network, plan)),
+        config.pipeline_parallel_size,
+        config.pipeline.virtual_pipeline_size,
+        config.pipeline.layout,
+        embedding_cost=config.pipeline.embedding_cost,
+        head_cost=config.pipeline.head_cost,
+    )
+
+
+def _cut_stages(
+    module: LightningModule, network: nn.Module, target: Target, mesh: ParallelMesh, config: ParallelConfig
+) -> PipelinedNetwork | None:
+    if mesh.pp.size == 1 and config.pipeline.virtual_pipeline_size == 1:
+        return None
+    layout = stage_layout(network, target.plan, config)
+    pipelined = cut_network(network, target.plan, layout.chunks(mesh.pp.rank))
+    parent, _, name = target.attribute.rpartition(".")
+    setattr(module.get_submodule(parent) if parent else module, name, pipelined)
+    return pipelined
+
+
+def share_first_rank_values(module: nn.Module, mesh: ParallelMesh) -> None:
+    """Give every rank the parameters and buffers of rank 0, as DDP does with a module that holds values."""
+    if mesh.world_size == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
+
+
+def _check_nothing_outside(module: LightningModule, network: nn.Module, target: Target, mesh: ParallelMesh) -> None:
+    inside = {id(p) for p in network.parameters()}
+    outside = [name for name, p in module.named_parameters() if id(p) not in inside]
+    if outside:
+        raise ValueError(
+            f"{type(module).__name__}: parameters outside of {target.attribute!r}: {outside[:3]}; with a plan all"
+            " parameters must be in the network that it describes, so move them into it and give them rows in the plan"
+        )
+
+
+def _on_meta(module: nn.Module) -> bool:
+    kinds = {parameter.is_meta for parameter in module.parameters()}
+    if len(kinds) > 1:
+        names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        raise ValueError(f"{type(module).__name__}: only some parameters are on the meta device: {names[:3]}; put all there")
+    return kinds == {True}
+
+
+def _chunk_number(name: str) -> int:
+    found = re.search(r"(?:^|\.)chunks\.(\d+)\.", name)
+    return int(found[1]) if found else 0

@@ -1,0 +1,116 @@
+"""Losses and logged numbers: from the last pipeline stage of every data-parallel rank to all ranks, in one reduction.
+
+Which keys are logged is agreed on first, through one small CPU reduction a step, since other stages never see the calls
+and a rank that logs other keys than its peers would otherwise hang the job or mix up numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.runtime.metrics import LogKey
+
+Total = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What a run gave, equal on every rank. All tensors are float64 scalars on the mesh's device."""
+
+    loss_sum: Tensor
+    """Sum of weight x loss over micro-batches and data-parallel ranks."""
+    weight: Tensor
+    """Sum of the weights: tokens in token mode, batches in micro-batch mode."""
+    logs: Mapping[LogKey, Total]
+
+    @property
+    def loss(self) -> Tensor:
+        """Weighted mean loss, float32; 0 where the total weight is 0."""
+        safe = torch.where(self.weight > 0, self.weight, torch.ones_like(self.weight))
+        return (self.loss_sum / safe).to(torch.float32)
+
+
+class Publisher:
+    """Makes every rank know what the last stages computed. One per strategy; caches key lists by signature."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._axis = mesh.axis("pp_dp_cp")
+        self._known: dict[int, tuple[LogKey, ...]] = {}
+
+    def publish(self, loss: Total | None, logs: Mapping[LogKey, Total] | None) -> Published:
+        """Reduce `loss` (sum, weight) and `logs`; ranks that hold no last stage pass None for both.
+
+        Raises ValueError when last stages logged different keys.
+        """
+        device = self._mesh.device
+        if self._axis.size == 1:
+            assert loss is not None and logs is not None
+            return Published(loss_sum=loss[0], weight=loss[1], logs=logs)
+        keys = self._agree(None if logs is None else tuple(logs))
+        summed = torch.zeros(2 + 2 * len(keys), dtype=torch.float64, device=device)
+        extremes = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=device)
+        if loss is not None and logs is not None:
+            rows = [loss, *((_zero_extreme(key, logs[key])) for key in keys)]
+            summed.copy_(torch.stack([entry for row in rows for entry in row]))
+            if keys:
+                extremes.copy_(torch.stack([_as_maximum(key, logs[key][0]) for key in keys]))
+        dist.all_reduce(summed, group=self._axis.group)
+        if any(key.reduction in ("max", "min") for key in keys):
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._axis.group)
+        totals = {key: _total(key, i, summed, extremes) for i, key in enumerate(keys)}
+        return Published(loss_sum=summed[0], weight=summed[1], logs=totals)
+
+    def _agree(self, own: tuple[LogKey, ...] | None) -> tuple[LogKey, ...]:
+        """Key list of the last stages, on every rank."""
+        signature = None if own is None else _signature(own)
+        lowest = torch.iinfo(torch.int64).min
+        votes = torch.tensor([lowest, lowest] if signature is None else [signature, -signature])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._mesh.control_group)
+        agreed, other = int(votes[0]), -int(votes[1])
+        if agreed == other and agreed in self._known:
+            return self._known[agreed]
+        everyone: list[tuple[LogKey, ...] | None] = [None] * self._mesh.world_size
+        dist.all_gather_object(everyone, own, group=self._mesh.control_group)
+        if agreed != other:
+            raise ValueError(_mismatch_message(everyone))
+        found = next(keys for keys in everyone if keys is not None)
+        self._known[agreed] = found
+        return found
+
+
+def _signature(keys: Sequence[LogKey]) -> int:
+    digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _mismatch_message(everyone: Sequence[tuple[LogKey, ...] | None]) -> str:
+    names = {rank: sorted(key.name for key in keys) for rank, keys in enumerate(everyone) if keys is not None}
+    return (
+        f"self.log: ranks logged different keys in one step: {names}; log the same keys on every rank, with the same"
+        " options (rank_zero_only=True is for what one rank alone logs)"
+    )
+
+
+def _zero_extreme(key: LogKey, total: Total) -> Total:
+    return total if key.reduction in ("mean", "sum") else (torch.zeros_like(total[0]), total[1])
+
+
+def _as_maximum(key: LogKey, value: Tensor) -> Tensor:
+    return -value if key.reduction == "min" else value
+
+
+def _total(key: LogKey, index: int, summed: Tensor, extremes: Tensor) -> Total:
+    value, weight = summed[2 + 2 * index], summed[3 + 2 * index]
+    if key.reduction == "max":
+        value = extremes[index]
+    elif key.reduction == "min":
+        value = -extremes[index]
+    return value, weight

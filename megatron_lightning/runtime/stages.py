@@ -1,0 +1,179 @@
+"""A network cut into pipeline stages, still callable like the whole network inside an ordinary `training_step`.
+
+`training_step` runs on every stage. The cut network's `forward` takes the received activation in place of its input on
+later chunks, and on a chunk that isn't the last one it raises `StageDone`, which unwinds the user's function: only the
+last chunk reaches the loss. `StageDone` is a BaseException, so that no `except Exception` of the user catches it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.parallel.pipeline import ChunkUnits
+
+Carried = Tensor | tuple[Tensor, ...]
+
+
+class StageDone(BaseException):
+    """Carries a chunk's output out of the user's step function."""
+
+    def __init__(self, carried: Carried) -> None:
+        super().__init__()
+        self.carried = carried
+
+
+class Chunk:
+    """The part of a network that one chunk holds, with global parameter names."""
+
+    def __init__(self, network: nn.Module, content: ChunkUnits, plan: ParallelPlan) -> None:
+        self.content = content
+        self.network = network
+        self._layers_path = plan.layers or ""
+
+    def __call__(self, received: Carried | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the chunk on its input or on what the chunk before sent."""
+        network: Any = self.network
+        if isinstance(network, nn.Sequential):
+            return self._run_sequential(args[0] if self.content.has_embedding else received)
+        carried = network.begin(*args, **kwargs) if self.content.has_embedding else received
+        for name, layer in network.get_submodule(self._layers_path).named_children():
+            carried = network.apply_layer(name, layer, carried, *args, **kwargs)
+        return network.finish(carried, *args, **kwargs) if self.content.has_head else carried
+
+    def _run_sequential(self, carried: Any) -> Any:
+        for layer in self.network.children():
+            carried = layer(carried)
+        return carried
+
+
+class PipelinedNetwork(nn.Module):
+    """Stands where the whole network stood in the LightningModule and holds this rank's chunks of it."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunk.network for chunk in chunks)
+        self._parts = list(chunks)
+        self._active: tuple[int, Carried | None] | None = None
+        self._calls = 0
+
+    def run_stage(self, chunk: int, received: Carried | None, step: Callable[[], Any]) -> tuple[bool, Any]:
+        """Call `step` (the user's function on one micro-batch) with `chunk` active.
+
+        Returns (True, the step's result) on the last chunk and (False, the activation to send) elsewhere. Raises
+        RuntimeError when the step doesn't call the network exactly once.
+        """
+        self._active, self._calls = (chunk, received), 0
+        try:
+            result = step()
+        except StageDone as done:
+            return False, done.carried
+        finally:
+            self._active = None
+        if self._calls != 1:
+            raise RuntimeError(_call_count_message(self._calls))
+        return True, result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the active chunk as the whole network would be run."""
+        if self._active is None:
+            raise RuntimeError(
+                "the pipelined network was called outside of a training, validation, test or predict step; under"
+                " pipeline_parallel_size > 1 only these may call it, since every stage has to take part"
+            )
+        self._calls += 1
+        if self._calls > 1:
+            raise RuntimeError(_call_count_message(self._calls))
+        chunk, received = self._active
+        part = self._parts[chunk]
+        carried = part(received, args, kwargs)
+        if part.content.has_head:
+            return carried
+        raise StageDone(carried)
+
+
+def _call_count_message(calls: int) -> str:
+    return (
+        f"the step called the network {calls} times; under pipeline_parallel_size > 1 a step must call it exactly once"
+        " per micro-batch (join the inputs along the batch dim, or use pipeline_parallel_size=1)"
+    )
+
+
+def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
+    """Names of the layers that the pipeline deals out, in order.
+
+    Raises ValueError when the plan names none, or the network lacks the three parts that a stage needs.
+    """
+    if isinstance(network, nn.Sequential) and plan.layers is None:
+        return [name for name, _ in network.named_children()]
+    if plan.layers is None:
+        raise ValueError(
+            "plan.layers=None with pipeline_parallel_size > 1: name the ModuleList or ModuleDict of layers, e.g."
+            " ParallelPlan(layers='decoder.layers', first=('embedding',), last=('head',)), or use an nn.Sequential"
+        )
+    missing = [name for name in ("begin", "apply_layer", "finish") if not callable(getattr(network, name, None))]
+    if missing:
+        raise ValueError(
+            f"{type(network).__name__} lacks {missing}, which pipeline_parallel_size > 1 needs; subclass"
+            " megatron_lightning.layers.StagedNetwork"
+        )
+    return [name for name, _ in network.get_submodule(plan.layers).named_children()]
+
+
+def cut_network(network: nn.Module, plan: ParallelPlan, contents: Sequence[ChunkUnits]) -> PipelinedNetwork:
+    """Cut `network` into the chunks of this rank. Parameters are shared with `network`, never copied.
+
+    Every parameter must lie in the layers or in a module that the plan names as first or last.
+    """
+    shared: dict[int, Any] = {id(p): p for p in network.parameters()} | {id(b): b for b in network.buffers()}
+    names = layer_names(network, plan)
+    _check_owners(network, plan, names)
+    chunks = []
+    for content in contents:
+        part = copy.deepcopy(network, dict(shared))
+        kept = [names[i] for i in content.layers]
+        if isinstance(part, nn.Sequential) and plan.layers is None:
+            part = _keep_children(part, kept)
+        else:
+            _replace(part, plan.layers or "", _keep_as_dict(part.get_submodule(plan.layers or ""), kept))
+            removed = () if content.has_embedding else plan.first
+            removed += () if content.has_head else plan.last
+            kept_paths = (plan.first if content.has_embedding else ()) + (plan.last if content.has_head else ())
+            for path in removed:
+                if path not in kept_paths:
+                    _replace(part, path, None)
+        chunks.append(Chunk(part, content, plan))
+    return PipelinedNetwork(chunks)
+
+
+def _check_owners(network: nn.Module, plan: ParallelPlan, names: Sequence[str]) -> None:
+    if isinstance(network, nn.Sequential) and plan.layers is None:
+        return
+    roots = (*(f"{plan.layers}.{name}" for name in names), *plan.first, *plan.last)
+    stray = [n for n, _ in network.named_parameters() if not any(n == r or n.startswith(r + ".") for r in roots)]
+    if stray:
+        raise ValueError(
+            f"plan: no pipeline stage owns {stray[:3]}{' ...' if len(stray) > 3 else ''}; name the module in plan.first"
+            " or plan.last"
+        )
+
+
+def _keep_children(sequential: nn.Sequential, kept: Sequence[str]) -> nn.Sequential:
+    """An nn.Sequential of the kept children under their old names (deleting entries would renumber them)."""
+    part = nn.Sequential()
+    for name in kept:
+        part.add_module(name, sequential.get_submodule(name))
+    return part
+
+
+def _keep_as_dict(container: nn.Module, kept: Sequence[str]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: container.get_submodule(name) for name in kept})
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module | None) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent) if parent else root, name, module)

@@ -1,0 +1,198 @@
+"""One Lightning step as a pipeline run: the user's own step function per micro-batch, on every stage.
+
+`StepRunner` binds the LightningModule to the action-list engine. A training run does forward and backward of all
+micro-batches; the gradients land in the buckets, weighted so that one division at the end of the accumulation window
+normalises them (architecture, "The loss is normalised once").
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
+from megatron_lightning.runtime.batch import MicroBatch, join_outputs
+from megatron_lightning.runtime.metrics import LogRecorder
+from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.runtime.pipeline_engine import PipelineEngine, StageRunner
+from megatron_lightning.runtime.publish import Published, Publisher
+
+Received = tuple[Tensor, ...] | None
+
+_schedule = functools.cache(build_schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a run gave on this rank."""
+
+    published: Published
+    outputs: list[Any] = field(default_factory=list)
+    """Results of the step function for each micro-batch, on the ranks of the last stage; empty elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where in training a batch stands: what dropout masks are a function of."""
+
+    batch_index: int
+    """Batches seen by this data-parallel rank since training began."""
+    first_sample: int
+    """Global index, within the batches of all data-parallel ranks, of this rank's first sample."""
+
+
+class StepRunner:
+    """Runs step functions of one LightningModule through its pipeline."""
+
+    def __init__(self, module: LightningModule, model: ParallelModel, mesh: ParallelMesh, schedule: ScheduleName) -> None:
+        self._module = module
+        self._model = model
+        self._mesh = mesh
+        self._publisher = Publisher(mesh)
+        self._schedule: ScheduleName = "interleaved" if model.num_chunks > 1 else schedule
+        self._engine = PipelineEngine(mesh.pp, device=mesh.device, num_chunks=model.num_chunks)
+
+    def run(
+        self,
+        hook: str,
+        micro_batches: Sequence[MicroBatch],
+        args: tuple[Any, ...],
+        *,
+        context: Callable[[], AbstractContextManager[Any]],
+        position: Position | None = None,
+        reduce_now: bool = False,
+    ) -> StepResult:
+        """Run the step function `hook` on all micro-batches; with a `position`, backward too.
+
+        `reduce_now` says that this run closes the accumulation window, so that buckets may be reduced as they fill.
+        """
+        training = position is not None
+        actions = _schedule(
+            self._schedule,
+            pipeline_size=self._mesh.pp.size,
+            num_chunks=self._model.num_chunks,
+            num_microbatches=len(micro_batches),
+            forward_only=not training,
+        )[self._mesh.pp.rank]
+        recorder = LogRecorder(self._module, self._mesh.device, pipelined=self._mesh.pp.size > 1)
+        stage = _Stage(self, hook, micro_batches, args, context, recorder, position)
+        buckets = self._model.buckets
+        arm = buckets.arm if reduce_now and buckets is not None else None
+        with recorder.capture():
+            self._engine.run(
+                actions,
+                stage,
+                signatures=[batch.signature() for batch in micro_batches],
+                backward=training,
+                before_last_backward=arm,
+            )
+        source = self._model.holds_last
+        published = self._publisher.publish(stage.loss_total() if source else None, recorder.totals if source else None)
+        return StepResult(published=published, outputs=stage.outputs)
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module."""
+        return self._module
+
+    @property
+    def model(self) -> ParallelModel:
+        """The cut model."""
+        return self._model
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh."""
+        return self._mesh
+
+
+class _Stage(StageRunner):
+    """The engine's callbacks for one run."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        hook: str,
+        micro_batches: Sequence[MicroBatch],
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[Any]],
+        recorder: LogRecorder,
+        position: Position | None,
+    ) -> None:
+        self._runner = runner
+        self._step = getattr(runner.module, hook)
+        self._hook = hook
+        self._micro_batches = micro_batches
+        self._args = args
+        self._context = context
+        self._recorder = recorder
+        self._position = position
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=runner.mesh.device)
+        self._weight = torch.zeros((), dtype=torch.float64, device=runner.mesh.device)
+        self.outputs: list[Any] = []
+
+    def loss_total(self) -> tuple[Tensor, Tensor]:
+        """(sum of weight x loss, sum of weights) over this rank's micro-batches."""
+        return self._loss_sum, self._weight
+
+    def forward(self, micro_batch: int, chunk: int, received: Received) -> Any:
+        """Run one chunk on one micro-batch; on the last chunk, the weighted loss."""
+        batch = self._micro_batches[micro_batch]
+        if self._position is not None:
+            self._runner.model.begin_forward(self._position.batch_index, micro_batch, self._first_sample(micro_batch), chunk)
+
+        def step() -> Any:
+            with self._context():
+                return self._step(batch.data, *self._args)
+
+        carried = received[0] if received is not None and len(received) == 1 else received
+        done, result = self._runner.model.run_chunk(chunk, carried, step)
+        if not done:
+            return result
+        return self._finish(batch, result)
+
+    def _first_sample(self, micro_batch: int) -> int:
+        assert self._position is not None
+        return self._position.first_sample + sum(batch.num_samples for batch in self._micro_batches[:micro_batch])
+
+    def _finish(self, batch: MicroBatch, result: Any) -> Tensor | None:
+        """Take the step's result of one micro-batch on the last chunk."""
+        loss, tokens = _loss_of(result, self._hook) if self._position is not None else (None, _tokens_of(result))
+        self._recorder.end_micro_batch(batch.num_samples if tokens is None else tokens)
+        self.outputs.append(result)
+        if loss is None:
+            return None
+        weight = torch.as_tensor(batch.share if tokens is None else tokens, dtype=torch.float64, device=loss.device)
+        self._loss_sum += torch.where(weight > 0, loss.detach().to(torch.float64), self._loss_sum.new_zeros(())) * weight
+        self._weight += weight
+        return loss * weight.to(loss.dtype)
+
+
+def _tokens_of(result: Any) -> Any:
+    return result.get("num_tokens") if isinstance(result, Mapping) else None
+
+
+def _loss_of(result: Any, hook: str) -> tuple[Tensor | None, Any]:
+    """(loss, num_tokens or None) from what `training_step` returned; ValueError when it is something else."""
+    if result is None:
+        return None, None
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"{hook} returned {type(result).__name__}: return a scalar loss tensor, or a dict with 'loss' (and 'num_tokens'"
+            " if the loss is a mean over that many tokens)"
+        )
+    return loss.reshape(()), _tokens_of(result)
+
+
+def join_step_outputs(outputs: Sequence[Any]) -> Any:
+    """Outputs of the micro-batches as one: what `predict_step` and `validation_step` give for the whole batch."""
+    return join_outputs(outputs) if outputs and all(output is not None for output in outputs) else None

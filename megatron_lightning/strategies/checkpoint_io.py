@@ -1,0 +1,160 @@
+"""Between Lightning's checkpoint dictionary and the checkpoint folder of this package.
+
+Tensors go under global names, each rank's part as a box: `model.NAME`, `master.NAME` (float32 masters) and
+`optimizer.I.KEY.NAME`. Everything else that Lightning collects (loops, callbacks, schedulers, data position,
+hyper-parameters) goes as tagged JSON, from rank 0. No pickle is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import megatron_lightning.checkpoint as store
+from megatron_lightning.config.plan import ParameterInfo, canonical_name
+from megatron_lightning.checkpoint.config_codec import CODEC
+from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
+from megatron_lightning.utils.logging import warn_once
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.megatron import MegatronStrategy
+
+MODEL, MASTER, OPTIMIZER = "model.", "master.", "optimizer."
+GROUPS = "optimizer_param_groups"
+
+
+def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, by canonical name."""
+    module = strategy.lightning_module
+    assert module is not None
+    tensors: dict[str, Tensor] = dict(strategy.parallel_model.parameters)
+    parameter_names = {canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name, value in module.state_dict().items():
+        canonical = canonical_name(name)
+        if isinstance(value, Tensor) and canonical not in parameter_names:
+            tensors[canonical] = value
+    return tensors
+
+
+def save(strategy: MegatronStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    """Write `checkpoint` to the folder `filepath`. All ranks call it; errors are raised on all of them."""
+    if storage_options is not None:
+        raise TypeError("save_checkpoint(storage_options=...): this strategy writes folders itself and takes no options")
+    objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+    table = strategy.parallel_model.table
+    tensors = {MODEL + name: _boxed(value, table.get(name)) for name, value in model_tensors(strategy).items()}
+    if "optimizer_states" in checkpoint and strategy.optimizers:
+        objects[GROUPS] = [_hyper_parameters(optimizer) for optimizer in strategy.optimizers]
+        tensors |= _optimizer_tensors(strategy, materialise=False)
+    metadata = {"global_step": checkpoint.get("global_step"), "layout": strategy.mesh.describe()}
+    store.save(
+        strategy.broadcast(str(filepath)),
+        tensors,
+        objects,
+        process_group=strategy.mesh.control_group,
+        metadata=metadata,
+        codec=CODEC,
+    )
+
+
+def load(strategy: MegatronStrategy, path: Any) -> dict[str, Any]:
+    """Put weights and, when fitting, optimizer state in place; return the rest for Lightning."""
+    folder = Path(path)
+    objects = store.load_objects(folder, codec=CODEC)
+    stored = store.list_tensors(folder)
+    _load_model(strategy, folder, with_masters=any(name.startswith(MASTER) for name in stored))
+    groups = objects.pop(GROUPS, None)
+    if strategy.optimizers and groups is not None:
+        _load_hyper_parameters(strategy.optimizers, groups, folder)
+        _load_optimizer(strategy, folder)
+    return {**objects, "state_dict": {}, "optimizer_states": []}
+
+
+def remove(strategy: MegatronStrategy, filepath: Any) -> None:
+    """Delete a checkpoint, on rank 0."""
+    if not strategy.is_global_zero:
+        return
+    if store.is_checkpoint(filepath):
+        store.remove(filepath)
+    else:
+        strategy.checkpoint_io.remove_checkpoint(filepath)
+
+
+def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
+    """`value` as a box of the global tensor; a tensor without a table row is a replica of the whole."""
+    if info is None or value.dim() == 0:
+        return value
+    return store.BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
+
+
+def _updated(strategy: MegatronStrategy) -> Mapping[str, torch.nn.Parameter]:
+    """What the optimizers update, by canonical name."""
+    masters = strategy.masters
+    return strategy.parallel_model.parameters if masters is None else masters.named_masters()
+
+
+def _optimizer_tensors(strategy: MegatronStrategy, *, materialise: bool) -> dict[str, Tensor]:
+    table = strategy.parallel_model.table
+    updated = _updated(strategy)
+    tensors: dict[str, Tensor] = {}
+    if strategy.masters is not None:
+        tensors |= {MASTER + name: _boxed(value.detach(), table[name]) for name, value in updated.items()}
+    for index, optimizer in enumerate(strategy.optimizers):
+        for name, state in optimizer_state_tensors(optimizer, updated, materialise=materialise).items():
+            for key, value in state.items():
+                tensors[f"{OPTIMIZER}{index}.{key}.{name}"] = _boxed(value, table[name])
+    return tensors
+
+
+def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool) -> None:
+    table = strategy.parallel_model.table
+    group = strategy.mesh.control_group
+    tensors = {MODEL + name: _boxed(value, table.get(name)) for name, value in model_tensors(strategy).items()}
+    store.load(folder, tensors, scope=MODEL, process_group=group)
+    if with_masters and strategy.masters is None:
+        # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded weights
+        exact = {
+            MASTER + name: _boxed(value, table[name])
+            for name, value in strategy.parallel_model.parameters.items()
+            if value.dtype == torch.float32
+        }
+        store.load(folder, exact, strict="none", scope=MASTER, process_group=group)
+
+
+def _load_optimizer(strategy: MegatronStrategy, folder: Path) -> None:
+    tensors = _optimizer_tensors(strategy, materialise=True)
+    report = store.load(
+        folder, tensors, strict="missing_ok", scope=(MASTER, OPTIMIZER), process_group=strategy.mesh.control_group
+    )
+    if strategy.masters is not None and any(name.startswith(MASTER) for name in report.missing):
+        strategy.masters.copy_from_model()
+    fresh = [name for name in report.missing if name.startswith(OPTIMIZER)]
+    if fresh:
+        warn_once(f"{folder}: no optimizer state for {len(fresh)} tensors, first {fresh[0]!r}; they begin afresh")
+    updated = _updated(strategy)
+    for index, optimizer in enumerate(strategy.optimizers):
+        prefix = f"{OPTIMIZER}{index}."
+        names = {name.removeprefix(prefix).partition(".")[2] for name in fresh if name.startswith(prefix)}
+        discard_state(optimizer, [updated[name] for name in names if name in updated])
+
+
+def _hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _load_hyper_parameters(optimizers: list[Optimizer], stored: list[list[dict[str, Any]]], folder: Path) -> None:
+    counts = [len(optimizer.param_groups) for optimizer in optimizers]
+    stored_counts = [len(groups) for groups in stored]
+    if counts != stored_counts:
+        raise ValueError(
+            f"{folder}: its optimizers have {stored_counts} parameter groups, configure_optimizers made {counts}; build the"
+            " same groups, or load the weights alone"
+        )
+    for optimizer, groups in zip(optimizers, stored, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)

@@ -1,0 +1,496 @@
+"""`MegatronStrategy`: model parallelism as a Lightning strategy.
+
+It owns the life-cycle (processes, mesh, cutting the model, steps, checkpoints) and no algorithm. No loop, fetcher,
+callback or progress bar of Lightning is replaced. The one obstacle is the order inside Lightning's closure,
+`training_step -> zero_grad -> backward`: a pipelined schedule does forward and backward together. So `training_step`
+runs the whole schedule into gradient buckets (which `zero_grad` doesn't touch), and `backward` reduces and publishes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfig, PipelineConfig, RuntimeConfig
+from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.validate import check_layout, check_world, raise_if_any
+from megatron_lightning.optim.clip import global_grad_norm
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.precision.masters import MasterParameters
+from megatron_lightning.precision.plugin import MegatronPrecision
+from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
+from megatron_lightning.runtime.metrics import log_published
+from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.runtime.parallelize import Target, parallelize
+from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
+from megatron_lightning.runtime.window import AccumulationWindow
+from megatron_lightning.strategies import _compat, checkpoint_io, startup
+from megatron_lightning.strategies.launchers import choose_launcher
+from megatron_lightning.utils.env import global_seed
+
+DEFAULT_SEED = 1234
+
+
+class MegatronStrategy(ParallelStrategy):
+    """Trains one model over tensor, sequence, pipeline and data axes with Lightning's ordinary semantics.
+
+    Parameters
+    ----------
+    tensor_parallel_size, pipeline_parallel_size
+        Degrees; the data-parallel size is what is left: devices x num_nodes / (tensor x pipeline).
+    sequence_parallel
+        Split activations between tensor-parallel regions along the sequence.
+    micro_batch_size
+        Samples in one forward. None: the data module's `micro_batch_size`, else the batch is cut into as many
+        micro-batches as there are pipeline stages (one if there is one stage).
+    plan
+        Split table of the user's own network; modules of this package bring theirs.
+    batch_dims
+        Batch dim of fields of a mapping that this package doesn't know, e.g. `{"pixels": 0}`.
+    pipeline, data_parallel, runtime
+        Everything else, see the config classes.
+
+    Raises
+    ------
+    ConfigurationError
+        listing every violation of the layout, before any process is started.
+
+    """
+
+    is_distributed = True
+    """Read by Lightning's connector on strategies that it doesn't know."""
+
+    materialises_networks = True
+    """Read by modules of this package: build on the meta device, the strategy gives the values."""
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        *,
+        sequence_parallel: bool = False,
+        micro_batch_size: int | None = None,
+        plan: ParallelPlan | None = None,
+        batch_dims: Mapping[str, int] | None = None,
+        pipeline: PipelineConfig | None = None,
+        data_parallel: DataParallelConfig | None = None,
+        runtime: RuntimeConfig | None = None,
+    ) -> None:
+        self._grad_norm: Tensor | None = None
+        super().__init__()
+        self.config = ParallelConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            sequence_parallel=sequence_parallel,
+            micro_batch_size=micro_batch_size,
+            pipeline=pipeline or PipelineConfig(),
+            data_parallel=data_parallel or DataParallelConfig(),
+            runtime=runtime or RuntimeConfig(),
+        )
+        raise_if_any(check_layout(self.config))
+        self.num_nodes = 1
+        self._plan = plan
+        self._batch_dims = {**BATCH_DIMS, **(batch_dims or {})}
+        self._mesh: ParallelMesh | None = None
+        self._parallel: ParallelModel | None = None
+        self._runner: StepRunner | None = None
+        self._masters: MasterParameters | None = None
+        self._window: AccumulationWindow | None = None
+        self._reduce_now = True
+
+    # ------------------------------------------------------------------ processes and mesh
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh; RuntimeError before the processes exist."""
+        if self._mesh is None:
+            raise RuntimeError("strategy.mesh: there is none before Trainer.fit (or validate, ...) has started the processes")
+        return self._mesh
+
+    @property
+    def parallel_model(self) -> ParallelModel:
+        """This rank's part of the model and its parameter table; RuntimeError before setup."""
+        if self._parallel is None:
+            raise RuntimeError("strategy.parallel_model: the model is cut in Trainer.fit (or validate, ...), not before")
+        return self._parallel
+
+    @property
+    def masters(self) -> MasterParameters | None:
+        """Masters of low-precision weights while fitting, else None."""
+        return self._masters
+
+    @property
+    def user_plan(self) -> ParallelPlan | None:
+        """The plan that was given to the strategy."""
+        return self._plan
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.dp.size, "rank": self.mesh.dp.rank}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is (Lightning's connector calls it)."""
+        _compat.set_world_ranks(self)
+
+    @override
+    def _configure_launcher(self) -> None:
+        startup.raise_on_first_rank(check_world(self.config, self.num_processes * self.num_nodes), self.global_rank)
+        self._launcher = choose_launcher(self)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        startup.check_run(self, model)
+        super().connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._mesh is not None:
+            return
+        timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
+        if self.world_size > 1 and not dist.is_initialized():
+            startup.init_process_group(self, timeout)
+        self._mesh = ParallelMesh.build(
+            device=self.root_device,
+            tensor=self.config.tensor_parallel_size,
+            pipeline=self.config.pipeline_parallel_size,
+            order=tuple(self.config.runtime.axis_order),
+            timeout=timeout,
+        )
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
+            precision_plugin.grad_norm_fn = lambda _: self.grad_norm()
+        self._precision_plugin = precision_plugin
+
+    # ------------------------------------------------------------------ the model
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        target = startup.find_target(module, self._plan)
+        plugin = self._megatron_precision()
+        plugin.has_plan = target is not None
+        module = self.precision_plugin.convert_module(module)
+        self._cut(module, target, buckets=fitting and module.automatic_optimization)
+        self.model = module
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _compat.optimizers_to_device(self.optimizers, self.root_device)
+            self._make_masters()
+
+    def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
+        startup.claim(module, self)
+        policy = self._megatron_precision().policy
+        if self._parallel is None:
+            self._parallel = parallelize(
+                module,
+                target,
+                self.mesh,
+                self.config,
+                seed=self.seed,
+                params_dtype=policy.params_dtype if target is not None else None,
+            )
+        self._parallel.set_buckets(self.mesh, self.config, enabled=buckets)
+        self._runner = StepRunner(module, self._parallel, self.mesh, self.config.pipeline.schedule)
+        self._window = AccumulationWindow(self.mesh.device)
+
+    def _make_masters(self) -> None:
+        self._masters = None
+        policy = self._megatron_precision().policy
+        if self.parallel_model.plan is not None and policy.has_masters:
+            self._masters = MasterParameters(
+                self.optimizers, self.parallel_model.parameters, dtype=policy.main_params_dtype
+            )
+
+    @property
+    def seed(self) -> int:
+        """Seed of initial weights and dropout: `RuntimeConfig.seed`, else that of `seed_everything`, else 1234."""
+        if self.config.runtime.seed is not None:
+            return self.config.runtime.seed
+        return global_seed() if global_seed() is not None else DEFAULT_SEED
+
+    def _megatron_precision(self) -> MegatronPrecision:
+        if not isinstance(self._precision_plugin, MegatronPrecision):
+            self.precision_plugin = Precision()
+        assert isinstance(self._precision_plugin, MegatronPrecision)
+        return self._precision_plugin
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # ------------------------------------------------------------------ training
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None and self._window is not None
+        if not module.automatic_optimization:
+            return self._manual_training_step(batch, *args, **kwargs)
+        if not self._window.is_open:
+            self._window.open()
+            self._buckets.rebuild() if self._buckets.is_stale else self._buckets.reset()
+        self._buckets.withdraw()
+        self._grad_norm = None
+        result = self._run("training_step", batch, args, self.precision_plugin.train_step_context, training=True)
+        log_published(module, result.published.logs, self._window.add(result.published))
+        return self._training_output(result)
+
+    def _training_output(self, result: StepResult) -> Any:
+        """What Lightning and `on_train_batch_end` get: the mean loss, with the step's other entries if it is unambiguous."""
+        loss = result.published.loss
+        if any(output is None for output in result.outputs):
+            return None
+        if len(result.outputs) == 1 and isinstance(result.outputs[0], Mapping):
+            return {**result.outputs[0], "loss": loss}
+        return loss
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None and self._window is not None
+        if not module.automatic_optimization:
+            return self._manual_backward(closure_loss, optimizer, *args, **kwargs)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._reduce_now:
+            startup.check_zeroed(self.parallel_model.parameters)
+            self._finish_window()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _finish_window(self) -> None:
+        """Reduce the window's gradients and put them where the optimizer and hooks look."""
+        assert self._window is not None
+        self._buckets.finish(self._window.weight)
+        if float(self._window.weight) == 0:
+            startup.warn_no_tokens()
+            self._buckets.withdraw()
+        else:
+            in_parameter_dtype = not self._megatron_precision().policy.has_masters
+            self._buckets.publish(in_parameter_dtype=in_parameter_dtype)
+        if self._masters is not None:
+            self._masters.attach_gradients()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._masters is not None:
+            self._masters.copy_to_model()
+            self._masters.detach_gradients()
+        if self._window is not None:
+            self._window.close()
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters this around every batch of a window except the last."""
+        self._reduce_now = False
+        try:
+            yield
+        finally:
+            self._reduce_now = True
+
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks must call it."""
+        if self._grad_norm is None:
+            grads = {name: p.grad for name, p in self.parallel_model.parameters.items() if p.grad is not None}
+            self._grad_norm = global_grad_norm(grads, self.parallel_model.table, self.mesh)
+        return self._grad_norm
+
+    @property
+    def _buckets(self) -> Any:
+        buckets = self.parallel_model.buckets
+        assert buckets is not None
+        return buckets
+
+    # ------------------------------------------------------------------ manual optimization
+
+    def _manual_training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The user's step drives the optimizers itself; a schedule can't, so there is one stage (checked at start)."""
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(batch, *args, **kwargs)  # type: ignore[union-attr]
+
+    def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As DDP: each backward's own gradients are averaged over replicas, then added to what is there."""
+        parameters = self.parallel_model.parameters
+        before = {name: p.grad for name, p in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
+        result = super().backward(loss, optimizer, *args, **kwargs)
+        self.parallel_model.average_gradients(self.mesh)
+        for name, parameter in parameters.items():
+            old = before[name]
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        self._grad_norm = None
+        return result
+
+    # ------------------------------------------------------------------ evaluation
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", batch, args, self.precision_plugin.val_step_context)
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", batch, args, self.precision_plugin.test_step_context)
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._run("predict_step", batch, args, self.precision_plugin.predict_step_context, training=False)
+        return _compat.share_predictions(join_step_outputs(result.outputs), self.mesh)
+
+    def _evaluate(self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
+        result = self._run(hook, batch, args, context, training=False)
+        assert self.lightning_module is not None
+        log_published(self.lightning_module, result.published.logs, None)
+        return join_step_outputs(result.outputs)
+
+    def _run(
+        self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any], *, training: bool
+    ) -> StepResult:
+        assert self._runner is not None and self.lightning_module is not None
+        micro_batches = self._split(batch)
+        position = None
+        if training:
+            samples = sum(micro_batch.num_samples for micro_batch in micro_batches)
+            batch_index = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+            position = Position(batch_index=batch_index, first_sample=self.mesh.dp.rank * samples)
+        return self._runner.run(
+            hook, micro_batches, args, context=context, position=position, reduce_now=training and self._reduce_now
+        )
+
+    def _split(self, batch: Any) -> list[MicroBatch]:
+        assert self.lightning_module is not None
+        size = startup.micro_batch_size(self.config, self.lightning_module)
+        custom = getattr(self.lightning_module, "split_micro_batch", None)
+        if custom is not None:
+            batch = MicroBatches(custom(batch, size))
+        return split_batch(
+            batch, micro_batch_size=size, pipeline_size=self.mesh.pp.size, batch_dims=self._batch_dims
+        )
+
+    # ------------------------------------------------------------------ collectives that the Trainer uses
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and self._mesh is not None:
+            dist.barrier(group=self.mesh.control_group)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self._mesh is None:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self.mesh.control_group)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor) and dist.is_initialized():
+            return _compat.reduce_tensor(tensor, group, reduce_op)
+        return tensor
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Local tensors by canonical name; the checkpoint holds the global ones."""
+        return checkpoint_io.model_tensors(self) if self._parallel is not None else {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Empty: the strategy saves optimizer state itself, as global tensors."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint_io.save(self, checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return checkpoint_io.load(self, checkpoint_path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has put the weights in place."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has put the optimizer state in place."""
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        checkpoint_io.remove(self, filepath)
+
+    # ------------------------------------------------------------------ end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        startup.report_failure(exception, self.global_rank)
+
+    @override
+    def teardown(self) -> None:
+        if self._parallel is not None:
+            self._parallel.release_buckets()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()

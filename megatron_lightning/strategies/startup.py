@@ -1,0 +1,210 @@
+"""What happens around a run: checks before anything starts, the process group, and how a failure is reported."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.validate import ConfigurationError, check_batch_sizes, raise_if_any
+from megatron_lightning.parallel.tensor_checks import check_tensor_plan
+from megatron_lightning.runtime.parallelize import Target, stage_layout
+from megatron_lightning.runtime.stages import PipelinedNetwork
+from megatron_lightning.utils.logging import warn_once
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.megatron import MegatronStrategy
+
+_OWNER = "_megatron_strategy"
+"""Attribute of a LightningModule: the strategy that cut it in this process."""
+
+
+def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:
+    """Raise the full message on global rank 0; other ranks, started from outside, leave quietly with status 1."""
+    if problems and rank != 0:
+        raise SystemExit(1)
+    raise_if_any(problems)
+
+
+def check_run(strategy: MegatronStrategy, module: LightningModule) -> None:
+    """Check module, data module and layout together. No process group is needed, and no file but indexes is opened."""
+    world_size = strategy.num_processes * strategy.num_nodes
+    raise_on_first_rank(run_problems(strategy, module, _datamodule(module), world_size), strategy.global_rank)
+
+
+def run_problems(strategy: MegatronStrategy, module: LightningModule, datamodule: Any, world_size: int) -> list[str]:
+    """Every violation that can be known before processes exist."""
+    config = strategy.config
+    problems: list[str] = []
+    if not module.automatic_optimization and config.model_parallel_size > 1:
+        problems.append(
+            f"automatic_optimization=False with {config.model_parallel_size} model-parallel ranks: the schedule runs"
+            " forward and backward itself; use automatic optimization, or data parallelism only"
+        )
+    problems += _cut_problems(strategy, module)
+    if datamodule is not None:
+        data_check = getattr(datamodule, "validate", None)
+        if data_check is not None:
+            problems += data_check()
+        global_size = getattr(datamodule, "global_batch_size", None)
+        micro_size = config.micro_batch_size or getattr(datamodule, "micro_batch_size", None)
+        if global_size is not None and micro_size is not None:
+            problems += check_batch_sizes(config, world_size, micro_size, global_size)
+        seq_length = getattr(datamodule, "seq_length", None)
+        if config.sequence_parallel and seq_length is not None and seq_length % config.tensor_parallel_size:
+            problems.append(
+                f"sequence_parallel=True: seq_length={seq_length} is not a multiple of"
+                f" tensor_parallel_size={config.tensor_parallel_size}; use"
+                f" {-(-seq_length // config.tensor_parallel_size) * config.tensor_parallel_size}"
+            )
+        pair_check = getattr(module, "check_data", None)
+        if pair_check is not None:
+            problems += pair_check(datamodule)
+    return problems
+
+
+def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[str]:
+    """What keeps the module from being cut, found on the meta device."""
+    config = strategy.config
+    try:
+        target = find_target(module, strategy.user_plan)
+        if target is None:
+            return [] if config.model_parallel_size == 1 else [_no_plan(module, config)]
+        build = getattr(module, "build_network", None)
+        network = build("meta") if build is not None else _existing_network(module, target)
+        if network is None:
+            return []  # made in configure_model; checked when it is cut
+        problems = check_tensor_plan(
+            network, target.plan, config.tensor_parallel_size, sequence_parallel=config.sequence_parallel
+        )
+        if config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1:
+            stage_layout(network, target.plan, config)
+    except ValueError as error:
+        return [str(error)]
+    return problems
+
+
+def _existing_network(module: LightningModule, target: Target) -> nn.Module | None:
+    network = dict(module.named_modules()).get(target.attribute)
+    return None if isinstance(network, PipelinedNetwork) else network
+
+
+def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
+    return (
+        f"{type(module).__name__} has no plan, which tensor_parallel_size={config.tensor_parallel_size} x"
+        f" pipeline_parallel_size={config.pipeline_parallel_size} needs; pass MegatronStrategy(plan=ParallelPlan(...))"
+    )
+
+
+def check_checkpoint_path(path: Any) -> list[str]:
+    """Violation of a `ckpt_path` that names a file or folder which isn't there."""
+    if path is None or str(path) in ("last", "best", "hpc", "registry") or "://" in str(path):
+        return []
+    return [] if Path(path).exists() else [f"ckpt_path={str(path)!r}: there is no such file or folder"]
+
+
+def _datamodule(module: LightningModule) -> Any:
+    return module._trainer.datamodule if module._trainer is not None else None  # type: ignore[attr-defined]
+
+
+def micro_batch_size(config: ParallelConfig, module: LightningModule) -> int | None:
+    """Micro-batch size of the strategy, else of the data module, else None."""
+    if config.micro_batch_size is not None:
+        return config.micro_batch_size
+    return getattr(_datamodule(module), "micro_batch_size", None)
+
+
+def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | None:
+    """The network that is cut, with its plan; None when the whole module is merely replicated.
+
+    A module of this package has `parallel_plan()` and `network_attribute`. For a user's module with a plan it is the
+    attribute named by `network_attribute`, else the only child that has parameters.
+    """
+    own = getattr(module, "parallel_plan", None)
+    if plan is None and own is not None:
+        plan = own()
+    if plan is None:
+        return None
+    named = getattr(module, "network_attribute", None)
+    if named is not None:
+        return Target(plan=plan, attribute=named)
+    children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(children) != 1:
+        raise ValueError(
+            f"{type(module).__name__}: which of {children} does the plan describe? Set the class attribute"
+            " network_attribute = '<name>'"
+        )
+    return Target(plan=plan, attribute=children[0])
+
+
+def claim(module: LightningModule, strategy: MegatronStrategy) -> None:
+    """Note that `strategy` cuts `module`; ValueError when another strategy has cut it into parts before."""
+    owner = vars(module).get(_OWNER)
+    if owner is not None and owner is not strategy and owner.config.model_parallel_size > 1:
+        raise ValueError(
+            f"{type(module).__name__} was cut for {owner.mesh.describe()} by another strategy of this process; make a new"
+            " module and load the checkpoint into it"
+        )
+    object.__setattr__(module, _OWNER, strategy)
+
+
+def init_process_group(strategy: MegatronStrategy, timeout: timedelta) -> None:
+    """Join the default process group over the cluster environment's address."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    backend = strategy.config.runtime.backend
+    if backend is None:
+        backend = "nccl" if strategy.root_device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"device_id": strategy.root_device} if backend == "nccl" else {}
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{environment.main_address}:{environment.main_port}",
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        timeout=timeout,
+        **options,
+    )
+
+
+def is_interactive() -> bool:
+    """True in a notebook kernel or an interactive shell."""
+    return bool(_IS_INTERACTIVE)
+
+
+def check_zeroed(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an `optimizer_zero_grad` that keeps gradients: windows are zeroed by the strategy."""
+    kept = [name for name, parameter in parameters.items() if parameter.grad is not None]
+    if kept:
+        raise ValueError(
+            f"gradients of {kept[:3]} were there before backward: gradients accumulate in the strategy's buckets, so an"
+            " optimizer_zero_grad that keeps them has no effect; use Trainer(accumulate_grad_batches=...)"
+        )
+
+
+def warn_no_tokens() -> None:
+    """Warn that a window held no token with a loss."""
+    warn_once(
+        "No token of an accumulation window has a loss (every label is masked): the optimizer step leaves all parameters"
+        " unchanged, weight decay included; it still counts as a step."
+    )
+
+
+def report_failure(exception: BaseException, rank: int) -> None:
+    """Print the traceback with the rank in front of every line, so that the first failure can be found."""
+    if isinstance(exception, (ConfigurationError, SystemExit, KeyboardInterrupt)):
+        return
+    text = "".join(traceback.format_exception(exception))
+    print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        sys.stderr.flush()
