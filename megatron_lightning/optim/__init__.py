@@ -1,0 +1,21 @@
+"""Optimizers, schedules and gradient clipping."""
+
+from megatron_lightning.optim.build import build_optimizer
+from megatron_lightning.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
+from megatron_lightning.optim.schedules import (
+    LearningRateCurve,
+    LearningRateSchedule,
+    WeightDecayCurve,
+    build_schedule,
+)
+
+__all__ = [
+    "LearningRateCurve",
+    "LearningRateSchedule",
+    "WeightDecayCurve",
+    "build_optimizer",
+    "build_schedule",
+    "clip_by_norm",
+    "clip_by_value",
+    "global_grad_norm",
+]

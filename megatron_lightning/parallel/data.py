@@ -1,0 +1,328 @@
+"""Data parallelism: flat gradient buckets that accumulate micro-batches and are summed over the
+replicas.
+
+Gradients are kept as sums in one flat buffer per model chunk and reduced in slices of it (buckets),
+while the backward pass is still running, as in PyTorch DDP (arXiv 2006.15704); they are divided
+once, by the weight of the whole accumulation window. Optimizer state is not sharded here, and
+parameters are not broadcast.
+
+Buckets are launched strictly in one order on all ranks, as collectives must be: a bucket that is
+ready waits for those before it, and a parameter that gets no gradient merely holds them back until
+`finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_lightning.config.plan import Gradient, ParameterInfo
+from megatron_lightning.parallel.collectives import all_reduce_
+from megatron_lightning.parallel.flat import Bucket, Slot, lay_out
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+
+BUCKET_ELEMENTS = 40_000_000
+"""Default bucket size: large enough to reach the full bandwidth of a link, small enough to overlap.
+"""
+
+
+class GradientBuckets:
+    """Main gradients of the trainable parameters of this rank, for one accumulation window at a
+    time.
+
+    The order of calls in a window: `reset`, backward passes of all micro-batches (with `arm(chunk)`
+    before the last one of each chunk), `finish(weight)`, `publish`, the optimizer step, `withdraw`.
+
+    `named_parameters` is a mapping from canonical names to parameters, or a list of them, one for
+    each model chunk (virtual stage) of this rank. `tied` names, in an order that is equal on both
+    edge stages, the parameters that the first and the last pipeline stage both hold. Parameters
+    that don't require gradients are left out; after freezing or unfreezing, `is_stale` is True and
+    `rebuild` makes new buckets.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, Parameter] | Sequence[Mapping[str, Parameter]],
+        table: Mapping[str, ParameterInfo],
+        mesh: ParallelMesh,
+        *,
+        sequence_parallel: bool,
+        tied: Sequence[str] = (),
+        bucket_size: int = BUCKET_ELEMENTS,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+    ) -> None:
+        if bucket_size < 1:
+            raise ValueError(
+                f"bucket_size={bucket_size}: must be at least 1 element; the default is"
+                f" {BUCKET_ELEMENTS}"
+            )
+        self._chunks = (
+            [named_parameters] if isinstance(named_parameters, Mapping) else list(named_parameters)
+        )
+        self._table = table
+        self._mesh = mesh
+        self._sequence_parallel = sequence_parallel
+        self._tied = tuple(tied)
+        self._bucket_size = bucket_size
+        self._dtype = dtype
+        # Collectives of a backward pass over the same group (context or expert parallel ones, when
+        # there is no data
+        # axis beside them) would have to interleave equally with ours on every rank; nothing
+        # guarantees that.
+        shared = [mesh.axis(name).group for name in ("cp", "ep") if mesh.axis(name).size > 1]
+        self._overlap = overlap and not any(group is mesh.dp_cp.group for group in shared)
+        self._slots: dict[str, Slot] = {}
+        self._buckets: list[Bucket] = []
+        self._buffers: list[Tensor] = []
+        self._handles: list[Any] = []
+        self._launched = 0
+        self._build()
+
+    # ------------------------------------------------------------------ what is there
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The flat buffers, for memory reports and tests."""
+        return tuple(self._buffers)
+
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        """Names in each bucket, in the order in which buckets are reduced."""
+        return [list(bucket.names) for bucket in self._buckets]
+
+    @property
+    def num_launched(self) -> int:
+        """Buckets whose reduction has begun in this window."""
+        return self._launched
+
+    @property
+    def is_stale(self) -> bool:
+        """True when parameters were frozen or unfrozen since the buckets were built."""
+        names = {name for chunk in self._chunks for name, p in chunk.items() if p.requires_grad}
+        return names != self._slots.keys()
+
+    def main_grad(self, name: str) -> Tensor:
+        """Return the gradient view of parameter `name`, in its local shape."""
+        return self._slots[name].main_grad
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the views of parameters that got a gradient; after `finish`, on any replica."""
+        return {name: slot.main_grad for name, slot in self._slots.items() if slot.received}
+
+    # ------------------------------------------------------------------ one window
+
+    def reset(self) -> None:
+        """Begin an accumulation window: all gradients are zero and none is published."""
+        assert not any(bucket.work for bucket in self._buckets), (
+            "reset during a reduction: finish() comes first"
+        )
+        self.withdraw()  # autograd would add to a published view in place, and the hook once more
+        for buffer in self._buffers:
+            buffer.zero_()
+        for slot in self._slots.values():
+            slot.received = False
+        for bucket in self._buckets:
+            bucket.armed = bucket.launched = False
+        self._launched = 0
+
+    def arm(self, chunk: int = 0) -> None:
+        """Say that the next backward pass of `chunk` is its last one in this window, so buckets
+        start when filled.
+        """
+        for bucket in self._buckets if self._overlap else ():
+            if bucket.chunk == chunk:
+                bucket.armed = True
+                bucket.pending = set(bucket.names)
+
+    def arrived(self, name: str) -> None:
+        """Say that this pass' gradient of `name` is in its view (ops that add there in place)."""
+        slot = self._slots[name]
+        slot.received = True
+        bucket = slot.bucket
+        if bucket.launched:
+            raise RuntimeError(
+                f"parameter {name!r} got a gradient after its bucket was reduced. Either backward"
+                " ran again after the last micro-batch of the window, or one pass reaches the"
+                " parameter several times (re-entrant checkpointing of a shared parameter): use"
+                " non-re-entrant checkpointing, or switch the overlap off"
+            )
+        if bucket.armed:
+            bucket.pending.discard(name)
+            self._launch_ready()
+
+    def finish(self, weight: Tensor | float) -> None:
+        """Complete the window: sum over replicas, tensor ranks and tied copies, and divide by
+        `weight`.
+
+        `weight` is the global weight of the window, equal on all ranks: its token count, or its
+        number of micro-batches over all replicas. With weight 0 the gradients stay as they are:
+        zero.
+        """
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket)
+        self._agree_on_received()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self._sum_over(
+            self._mesh.tp, [slot for slot in self._slots.values() if self._is_tensor_partial(slot)]
+        )
+        self._sum_over(self._mesh.axis("edges"), self._tied_slots())
+        divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
+        divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+        for buffer in self._buffers:
+            buffer.div_(divisor)
+
+    def publish(self, *, in_parameter_dtype: bool = False) -> None:
+        """Make each parameter's `grad` its main gradient; None where no replica got one in this
+        window.
+
+        `grad` is the view itself, float32 also for bfloat16 parameters, so hooks and clipping act
+        on what the optimizer reads. With `in_parameter_dtype` it is a copy in the parameter's
+        dtype, for optimizers that work directly on low-precision parameters.
+        """
+        for slot in self._slots.values():
+            grad = slot.main_grad
+            if in_parameter_dtype:
+                grad = grad.to(slot.parameter.dtype)
+            slot.parameter.grad = grad if slot.received else None
+
+    def withdraw(self) -> None:
+        """Take every `grad` away again."""
+        for slot in self._slots.values():
+            slot.parameter.grad = None
+
+    # ------------------------------------------------------------------ building
+
+    def rebuild(self) -> None:
+        """Make new buckets for the parameters that require gradients now; between windows, on every
+        rank.
+        """
+        self.release()
+        self._build()
+
+    def release(self) -> None:
+        """Remove all hooks and drop the buffers."""
+        for handle in self._handles:
+            handle.remove()
+        for slot in self._slots.values():
+            slot.parameter.grad = None
+            slot.parameter.grad_dtype = slot.parameter.dtype
+        self._handles, self._slots, self._buckets, self._buffers = [], {}, [], []
+        self._launched = 0
+
+    def _build(self) -> None:
+        # Backward goes from the last chunk and parameter to the first, so buckets fill in that
+        # order.
+        for chunk in reversed(range(len(self._chunks))):
+            for experts in (False, True):
+                parameters = {
+                    name: parameter
+                    for name, parameter in reversed(list(self._chunks[chunk].items()))
+                    if parameter.requires_grad and self._table[name].expert is experts
+                }
+                if parameters:
+                    axis = self._mesh.axis("edp") if experts else self._mesh.dp_cp
+                    self._add_buffer(parameters, chunk, axis)
+        missing = [n for n, s in self._slots.items() if s.info.tied_copy and n not in self._tied]
+        assert not missing or self._mesh.pp.size == 1, f"tied={self._tied} must name {missing}"
+
+    def _add_buffer(self, parameters: Mapping[str, Parameter], chunk: int, axis: MeshAxis) -> None:
+        repeated = parameters.keys() & self._slots.keys()
+        assert not repeated, f"parameters {repeated} are in two chunks"
+        buffer, slots = lay_out(
+            parameters, self._table, chunk, axis, bucket_size=self._bucket_size, dtype=self._dtype
+        )
+        self._buffers.append(buffer)
+        self._buckets.extend(dict.fromkeys(slot.bucket for slot in slots))
+        for slot in slots:
+            self._slots[slot.name] = slot
+            slot.parameter.grad_dtype = (
+                None  # any: bfloat16 out of autograd, float32 once published
+            )
+            hook = slot.parameter.register_post_accumulate_grad_hook(self._hook(slot))
+            self._handles.append(hook)
+
+    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        def accumulate(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            slot.main_grad.add_(parameter.grad.detach())
+            parameter.grad = None
+            self.arrived(slot.name)
+
+        return accumulate
+
+    # ------------------------------------------------------------------ reducing
+
+    def _launch_ready(self) -> None:
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if not bucket.armed or bucket.pending:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launched = True
+        self._launched += 1
+        if bucket.axis.size > 1:
+            bucket.work = dist.all_reduce(bucket.data, group=bucket.axis.group, async_op=True)
+
+    def _agree_on_received(self) -> None:
+        """Let a parameter count as received where any replica received it, so that all step or none
+        does.
+
+        The result is read, which waits for the device, only on ranks that miss a gradient
+        themselves.
+        """
+        slots = list(self._slots.values())
+        if not slots:
+            return
+        self._agree(self._mesh.dp_cp, slots)
+        self._agree(self._mesh.axis("edp"), [slot for slot in slots if slot.info.expert])
+        self._agree(self._mesh.axis("edges"), self._tied_slots())
+
+    def _agree(self, axis: MeshAxis, slots: Sequence[Slot]) -> None:
+        if axis.size == 1 or not slots:
+            return
+        complete = all(slot.received for slot in slots)
+        flags = torch.ones(len(slots), dtype=torch.int32, device=self._mesh.device)
+        if not complete:
+            flags = torch.tensor(
+                [slot.received for slot in slots], dtype=torch.int32, device=self._mesh.device
+            )
+        all_reduce_(flags, axis, "max")
+        if not complete:
+            for slot, flag in zip(slots, flags.tolist(), strict=True):
+                slot.received = bool(flag)
+
+    def _is_tensor_partial(self, slot: Slot) -> bool:
+        if slot.info.split.dim is not None or slot.info.expert:
+            return False  # experts are summed over edp, which already spans the tensor ranks
+        gradient = slot.info.split.gradient
+        return gradient is Gradient.PARTIAL or (
+            gradient is Gradient.SEQUENCE and self._sequence_parallel
+        )
+
+    def _tied_slots(self) -> list[Slot]:
+        # A frozen tied parameter has no slot, on either stage.
+        return [self._slots[name] for name in self._tied if name in self._slots]
+
+    def _sum_over(self, axis: MeshAxis, slots: Iterable[Slot]) -> None:
+        """Sum the given gradients over `axis` in one flat buffer; the same parameters, in the same
+        order, on each rank.
+        """
+        grads = [slot.main_grad for slot in slots]
+        if axis.size == 1 or not grads:
+            return
+        flat = all_reduce_(torch.cat([grad.flatten() for grad in grads]), axis)
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(
+            grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+        )

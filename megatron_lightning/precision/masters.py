@@ -1,0 +1,116 @@
+"""Float32 masters of low-precision weights, put under any torch optimizer in place.
+
+The optimizer's groups keep their identity, so schedulers that hold them keep working; only the
+parameters listed in them are exchanged (mixed-precision training with master weights, arXiv
+1710.03740). Masters are whole local tensors, not shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+class MasterParameters:
+    """Masters of all parameters of the given optimizers whose dtype isn't `dtype`.
+
+    A step is: `attach_gradients`, the optimizer's step, `copy_to_model`, `detach_gradients`.
+    Parameters that already have the dtype are left to the optimizer as they are. The masters begin
+    as the model's weights and take over optimizer state that is there.
+    """
+
+    def __init__(
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        named_parameters: Mapping[str, Parameter],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._names = {parameter: name for name, parameter in named_parameters.items()}
+        self._dtype = dtype
+        self._master_of: dict[Parameter, Parameter] = {}
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Make masters for parameters that were added to the optimizers since; no effect when there
+        are none.
+        """
+        masters = set(self._master_of.values())
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for i, parameter in enumerate(group["params"]):
+                    if parameter not in masters and self._needs_master(parameter):
+                        group["params"][i] = self._adopt(optimizer, parameter)
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round the masters to the model's weights."""
+        if self._master_of:
+            torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        """Take the model's weights for the masters (after weights were loaded without masters)."""
+        if self._master_of:
+            torch._foreach_copy_(list(self._master_of.values()), list(self._master_of))
+
+    def attach_gradients(self) -> None:
+        """Give each master its weight's gradient: the same tensor where that has the masters'
+        dtype.
+        """
+        for parameter, master in self._master_of.items():
+            master.grad = None if parameter.grad is None else parameter.grad.to(self._dtype)
+
+    def detach_gradients(self) -> None:
+        """Take the masters' gradients away."""
+        for master in self._master_of.values():
+            master.grad = None
+
+    def named_masters(self) -> dict[str, Parameter]:
+        """Return what the optimizers update, by canonical name: the master, or the weight where
+        there is none.
+        """
+        return {
+            name: self._master_of.get(parameter, parameter)
+            for parameter, name in self._names.items()
+        }
+
+    def master_of(self, parameter: Parameter) -> Parameter:
+        """Return what the optimizer updates for a weight: its master, or itself."""
+        return self._master_of.get(parameter, parameter)
+
+    def _needs_master(self, parameter: Parameter) -> bool:
+        return parameter.is_floating_point() and parameter.dtype is not self._dtype
+
+    def _adopt(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
+        if parameter not in self._names:
+            raise ValueError(
+                "configure_optimizers: an optimizer holds a parameter of shape"
+                f" {tuple(parameter.shape)} that is not one"
+                " of the module's; pass parameters of this module only"
+            )
+        master = self._master_of.get(parameter)
+        if master is None:
+            master = Parameter(
+                parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad
+            )
+            self._master_of[parameter] = master
+        if parameter in optimizer.state:
+            optimizer.state[master] = {
+                key: self._convert(value, parameter)
+                for key, value in optimizer.state.pop(parameter).items()
+            }
+        return master
+
+    def _convert(self, value: object, parameter: Parameter) -> object:
+        elementwise = (
+            isinstance(value, Tensor)
+            and value.shape == parameter.shape
+            and value.is_floating_point()
+        )
+        return value.to(self._dtype) if elementwise and isinstance(value, Tensor) else value

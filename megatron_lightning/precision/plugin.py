@@ -1,0 +1,135 @@
+"""Lightning's precision plugin for MegatronStrategy.
+
+For a network with a plan it does nothing around the steps: dtypes come from the `PrecisionPolicy`,
+and there is no autocast. For a user's module without a plan it behaves as the plugin that Lightning
+chose (autocast for "bf16-mixed"). Either way gradients are clipped by the global norm that the
+strategy computes. Order of hooks, closures and `optimizer_step` are Lightning's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from megatron_lightning.precision.policy import POLICIES, PrecisionPolicy, policy_for
+
+GradNorm = Callable[[Optimizer], Tensor]
+
+
+class MegatronPrecision(Precision):
+    """Wraps the plugin that Lightning's connector made.
+
+    `has_plan` is set by the strategy when it knows the module: True switches the wrapped plugin's
+    conversions and autocast off. `grad_norm_fn` is set once by the strategy: it returns the global
+    norm of an optimizer's gradients; while it is None, clipping is Lightning's.
+    """
+
+    def __init__(
+        self, wrapped: Precision | None = None, *, requested: str | int | None = None
+    ) -> None:
+        self.wrapped = Precision() if wrapped is None else wrapped
+        self.precision = self.wrapped.precision
+        if not isinstance(self.wrapped, MixedPrecision | HalfPrecision | DoublePrecision) and (
+            type(self.wrapped) is not Precision
+        ):
+            raise ValueError(
+                f"precision plugin {type(self.wrapped).__name__} does not work with"
+                " MegatronStrategy; give the Trainer"
+                f" precision=..., one of {list(POLICIES)}"
+            )
+        if str(requested) in ("16", "16-mixed") and self.precision != "16-mixed":
+            raise ValueError(
+                f"precision={requested!r}: there is no float16 training on this device, and"
+                " Lightning would silently use"
+                f" {self.precision!r} instead; ask for precision='bf16-mixed' or '32-true'"
+            )
+        self.policy: PrecisionPolicy = policy_for(self.precision)
+        self.has_plan = True
+        self.grad_norm_fn: GradNorm | None = None
+
+    @classmethod
+    def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
+        """Return the plugin for one that Lightning's connector set; called in the strategy's
+        setter.
+
+        ValueError for precisions that don't work, also where the connector replaced "16-mixed" on
+        the CPU.
+        """
+        return plugin if isinstance(plugin, cls) else cls(plugin, requested=requested_precision())
+
+    # ------------------------------------------------------------------ conversions and contexts
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """Leave a network with a plan alone: it is built in the policy's dtype."""
+        return module if self.has_plan else self.wrapped.convert_module(module)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """No change of the default dtype for a network with a plan."""
+        return nullcontext() if self.has_plan else self.wrapped.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """No change of the default dtype for a network with a plan."""
+        return nullcontext() if self.has_plan else self.wrapped.module_init_context()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Autocast, or a default dtype, only for modules without a plan."""
+        with nullcontext() if self.has_plan else self.wrapped.forward_context():
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Leave batches of a network with a plan alone: loss masks stay float32."""
+        return data if self.has_plan else self.wrapped.convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        """Leave outputs of a network with a plan alone."""
+        return data if self.has_plan else self.wrapped.convert_output(data)
+
+    # ------------------------------------------------------------------ clipping
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip what the optimizer will read by the true global norm."""
+        if self.grad_norm_fn is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        torch.nn.utils.clip_grads_with_norm_(
+            list(self.main_params(optimizer)), float(clip_val), self.grad_norm_fn(optimizer)
+        )
+
+
+def requested_precision() -> str | int | None:
+    """Return the `precision` that the Trainer under construction was given; None outside a
+    Trainer's constructor.
+
+    Lightning's connector replaces "16-mixed" by "bf16-mixed" on the CPU and keeps no record, so the
+    argument is read from the connector's frame, which is on the stack whenever it hands a plugin to
+    a strategy.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _AcceleratorConnector.__init__.__code__:
+            return frame.f_locals.get("precision")
+        frame = frame.f_back
+    return None

@@ -1,0 +1,80 @@
+"""What a Trainer's `precision` means for a network with a plan: one dtype for each kind of tensor.
+
+Unlike in Lightning, "bf16-mixed" does not autocast here: weights are bfloat16, gradients are summed
+in float32, and the optimizer works on float32 masters, as in Megatron-LM (mixed-precision training,
+arXiv 1710.03740).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_LATER = {
+    "16-mixed": "float16 needs loss scaling",
+    "16-true": "float16 without masters diverges",
+    "transformer-engine": "FP8 needs Transformer Engine's recipes",
+    "transformer-engine-float16": "FP8 needs Transformer Engine's recipes",
+    "fp8": "FP8 needs Transformer Engine's recipes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy:
+    """The dtypes of one run."""
+
+    name: str
+    """Lightning's name of the precision."""
+    params_dtype: torch.dtype
+    """Weights as the forward pass reads them, and activations."""
+    main_params_dtype: torch.dtype
+    """Weights as the optimizer updates them; a second copy (masters) where it differs from
+    `params_dtype`.
+    """
+    main_grads_dtype: torch.dtype
+    """Gradient sums over the micro-batches of a window."""
+    grad_reduce_dtype: torch.dtype
+    """Gradients while they are summed over data-parallel ranks."""
+
+    @property
+    def has_masters(self) -> bool:
+        """True when the optimizer works on copies of the weights in another dtype."""
+        return self.main_params_dtype is not self.params_dtype
+
+
+def _policy(
+    name: str, params: torch.dtype, main_params: torch.dtype, grads: torch.dtype
+) -> PrecisionPolicy:
+    return PrecisionPolicy(
+        name=name,
+        params_dtype=params,
+        main_params_dtype=main_params,
+        main_grads_dtype=grads,
+        grad_reduce_dtype=grads,
+    )
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        _policy("32-true", torch.float32, torch.float32, torch.float32),
+        _policy("bf16-mixed", torch.bfloat16, torch.float32, torch.float32),
+        _policy("bf16-true", torch.bfloat16, torch.bfloat16, torch.float32),
+        _policy("64-true", torch.float64, torch.float64, torch.float64),
+    )
+}
+
+
+def policy_for(precision: str) -> PrecisionPolicy:
+    """Return the policy of a Trainer precision such as "bf16-mixed"; ValueError, with the reason,
+    when unsupported.
+    """
+    if precision in POLICIES:
+        return POLICIES[precision]
+    reason = _LATER.get(precision)
+    reason = f" ({reason}, which is not supported yet)" if reason else ""
+    raise ValueError(
+        f"precision={precision!r} does not work with MegatronStrategy{reason}; use one of"
+        f" {list(POLICIES)}"
+    )

@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lightning.config.plan import ParameterInfo, replicated
+from megatron_lightning.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
+from megatron_lightning.parallel.mesh import ParallelMesh
+
+
+def _grads(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 4), "b": (5,), "c": (), "empty": (0, 3)}
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+def _table(grads: dict[str, torch.Tensor]) -> dict[str, ParameterInfo]:
+    return {
+        name: ParameterInfo(
+            name=name,
+            global_shape=tuple(g.shape),
+            offsets=(0,) * g.dim(),
+            sizes=tuple(g.shape),
+            split=replicated(),
+        )
+        for name, g in grads.items()
+    }
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+def test_norm_in_one_process_equals_torch(norm_type: float) -> None:
+    grads = _grads()
+    got = global_grad_norm(grads, _table(grads), ParallelMesh.single(), norm_type=norm_type)
+    wanted = torch.nn.utils.get_total_norm(
+        [g for g in grads.values() if g.numel()], norm_type=norm_type
+    )
+    assert got.shape == ()
+    torch.testing.assert_close(got.float(), wanted)
+
+
+def test_low_precision_gradients_are_summed_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = {"a": torch.randn(64, 512, generator=generator).bfloat16()}
+    got = global_grad_norm(grads, _table(grads), ParallelMesh.single())
+    assert got.item() == pytest.approx(grads["a"].double().norm().item(), rel=1e-6)
+
+
+def test_large_tensors_lose_no_digits_on_the_cpu() -> None:
+    grads = {"a": torch.randn(3, 1_000_000, generator=torch.Generator().manual_seed(0)).t()}
+    got = global_grad_norm(grads, _table(grads), ParallelMesh.single())
+    assert got.item() == pytest.approx(grads["a"].double().norm().item(), rel=1e-7)
+
+
+def test_no_gradients_have_norm_zero() -> None:
+    assert global_grad_norm({}, {}, ParallelMesh.single()).item() == 0.0
+
+
+def test_bad_norm_type() -> None:
+    with pytest.raises(ValueError, match="norm_type=0"):
+        global_grad_norm({}, {}, ParallelMesh.single(), norm_type=0)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clipping_by_norm_equals_torch(max_norm: float) -> None:
+    grads, parameters = _grads(), []
+    for grad in _grads().values():
+        parameters.append(nn.Parameter(torch.zeros_like(grad)))
+        parameters[-1].grad = grad
+    norm = global_grad_norm(grads, _table(grads), ParallelMesh.single())
+    clip_by_norm(grads.values(), norm, max_norm)
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    for ours, parameter in zip(grads.values(), parameters, strict=True):
+        torch.testing.assert_close(ours, parameter.grad)
+
+
+def test_clipping_bfloat16_uses_an_exact_scale() -> None:
+    grad = torch.full((8,), 3.0, dtype=torch.bfloat16)
+    clip_by_norm([grad], torch.tensor(9.0, dtype=torch.float64), 2.7)
+    assert torch.equal(grad, torch.full((8,), 3.0 * 0.3).bfloat16())
+
+
+def test_clipping_by_value() -> None:
+    grads = [torch.tensor([-3.0, 0.2, 3.0]), torch.tensor([0.5])]
+    clip_by_value(grads, 0.4)
+    assert torch.equal(grads[0], torch.tensor([-0.4, 0.2, 0.4]))
+    assert torch.equal(grads[1], torch.tensor([0.4]))
+    clip_by_value([], 1.0)
+    clip_by_norm([], torch.tensor(1.0), 1.0)
