@@ -111,7 +111,7 @@ def test_one_layer_without_positions_does_not_see_the_order():
     swapped[0, [2, 5]] = tokens[0, [5, 2]]
     blind, rotary = (built(position_embedding=p, num_layers=1) for p in ("none", "rope"))
     torch.testing.assert_close(blind(tokens)[-1], blind(swapped)[-1], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(rotary(tokens)[-1], rotary(swapped)[-1], atol=1e-2)
+    assert not torch.allclose(rotary(tokens)[-1], rotary(swapped)[-1], rtol=1e-3, atol=1e-3)
 
 
 def test_tied_head_is_the_embedding():
