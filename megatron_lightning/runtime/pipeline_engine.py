@@ -26,13 +26,15 @@ from megatron_lightning.runtime.stage_messages import Arrival, StageMessages, Te
 Key = tuple[int, int]
 """(micro_batch, chunk)"""
 
+StageResult = tuple[Tensor, ...] | Tensor | None
+
 
 class StageRunner(Protocol):
     """What the engine calls to compute."""
 
     def forward(
         self, micro_batch: int, chunk: int, received: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, ...] | Tensor | None:
+    ) -> StageResult:
         """Run one micro-batch through one of this rank's chunks.
 
         ``received`` holds the previous virtual stage's outputs, None on the first. Returned is what
@@ -150,17 +152,23 @@ class _Run:
         self.kept: dict[Key, _Kept] = {}
         self.output_grads: dict[Key, Arrival] = {}
         self.input_grads: dict[Key, tuple[Tensor, ...]] = {}
-        self.execute_kind: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.SEND_F: self._send_output,
-            Kind.RECV_F: self._receive_input,
-            Kind.SEND_B: self._send_input_grads,
-            Kind.RECV_B: self._receive_output_grads,
-        }
 
     def execute(self, action: Action) -> None:
-        self.execute_kind[action.kind](action)
+        """Do one action."""
+        match action.kind:
+            case Kind.F:
+                self._forward(action)
+            case Kind.B:
+                self._backward(action)
+            case Kind.SEND_F:
+                self._send_output(action)
+            case Kind.RECV_F:
+                self._receive_input(action)
+            case Kind.SEND_B:
+                self._send_input_grads(action)
+            case _:
+                assert action.kind is Kind.RECV_B
+                self._receive_output_grads(action)
 
     def check_empty(self) -> None:
         """Everything received was used and everything made was handed on."""
@@ -259,18 +267,19 @@ class _Run:
         """What decides the specs of an activation; a run without backwards asks for no gradient."""
         return self.signatures[action.micro_batch], self.backward, action.chunk
 
-    def _activations(self, result: object, action: Action) -> tuple[Tensor, ...]:
-        outputs = result if isinstance(result, tuple) else (result,)
-        for output in outputs:
+    def _activations(self, result: StageResult, action: Action) -> tuple[Tensor, ...]:
+        outputs: list[Tensor] = []
+        for output in result if isinstance(result, tuple) else (result,):
             if not isinstance(output, Tensor) or output.device != self.engine.device:
                 where = output.device if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
                     f"chunk {action.chunk} must return a tensor or a tuple of tensors on "
                     f"{self.engine.device} for the next pipeline stage, but returned one {where}."
                 )
-        return outputs
+            outputs.append(output)
+        return tuple(outputs)
 
-    def _loss(self, result: object, action: Action) -> tuple[Tensor, ...]:
+    def _loss(self, result: StageResult, action: Action) -> tuple[Tensor, ...]:
         """The loss as a tuple of one, or of none if there is nothing to differentiate."""
         if not self.backward or result is None:
             return ()

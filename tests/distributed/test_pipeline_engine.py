@@ -1,5 +1,6 @@
 """The pipeline engine on gloo ranks: gradients of every schedule equal those of one process."""
 
+import contextlib
 import gc
 import weakref
 
@@ -30,17 +31,25 @@ class Stage(nn.Module):
         with torch.no_grad():
             for parameter in self.linear.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
+        self.to(here())
 
     def forward(self, hidden: Tensor, positions: Tensor, scale: Tensor, skip: Tensor):
         hidden = torch.tanh(self.linear(hidden)) * scale + 0.1 * positions[:, None] + 0.5 * skip
         return hidden, positions, scale, skip
 
 
+def here() -> torch.device:
+    """Where the ranks of this test compute."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def batch(micro_batch: int, length: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1000 + micro_batch)
     hidden = torch.randn(length, WIDTH, generator=generator)
     positions = torch.arange(length)
-    return hidden, positions, torch.full((1,), 0.9), hidden.tanh()
+    tensors = hidden, positions, torch.full((1,), 0.9), hidden.tanh()
+    return tuple(tensor.to(here()) for tensor in tensors)
 
 
 def loss_of(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -53,9 +62,9 @@ class Runner:
     def __init__(self, stages: dict[int, Stage], placement: Placement, rank: int, lengths) -> None:
         self.stages, self.placement, self.rank, self.lengths = stages, placement, rank, lengths
         self.losses: dict[int, float] = {}
-        self.first = nn.Linear(WIDTH, WIDTH)  # makes the skip differentiable
+        self.first = nn.Linear(WIDTH, WIDTH, device=here())  # makes the skip differentiable
         with torch.no_grad():
-            self.first.weight.copy_(torch.eye(WIDTH) * 0.7)
+            self.first.weight.copy_(torch.eye(WIDTH, device=here()) * 0.7)
             self.first.bias.zero_()
 
     def forward(self, micro_batch: int, chunk: int, received):
@@ -130,7 +139,7 @@ def compare(rank, runner, expected, lengths):
 
 
 def check_training(rank, world_size, name, chunks, lengths):
-    engine = PipelineEngine(axis_of(rank, world_size), chunks, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), chunks, here())
     runner = engine_run(rank, world_size, engine, name, chunks, lengths)
     compare(rank, runner, reference(world_size * chunks, lengths), lengths)
 
@@ -153,7 +162,7 @@ def test_one_rank_needs_no_group(name, chunks):
 
 def check_changing_shapes(rank, world_size, chunks):
     """Lengths differ between micro-batches and between runs of one engine; validation between."""
-    engine = PipelineEngine(axis_of(rank, world_size), chunks, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), chunks, here())
     for lengths in ([5, 3, 5, 7], [3, 3], [9], [5, 3, 5, 7]):
         runner = engine_run(rank, world_size, engine, "interleaved", chunks, lengths)
         compare(rank, runner, reference(world_size * chunks, lengths), lengths)
@@ -174,7 +183,7 @@ def test_shapes_may_change(world_size, chunks):
 
 
 def check_forward_only(rank, world_size, chunks, lengths):
-    engine = PipelineEngine(axis_of(rank, world_size), chunks, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), chunks, here())
     with torch.inference_mode():
         runner = engine_run(
             rank, world_size, engine, "interleaved", chunks, lengths, backward=False
@@ -192,7 +201,7 @@ def test_forward_only(world_size, chunks, num_microbatches):
 
 
 def check_callbacks(rank, world_size):
-    engine = PipelineEngine(axis_of(rank, world_size), 2, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), 2, here())
     placement = engine.placement
     stages = {placement.stage(rank, c): Stage(placement.stage(rank, c)) for c in range(2)}
     runner = Runner(stages, placement, rank, [4] * 4)
@@ -226,11 +235,10 @@ class MixedRunner:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.weight = nn.Parameter(torch.full((3,), 2.0, dtype=torch.bfloat16))
-        self.frozen_grads: list[bool] = []
+        self.weight = nn.Parameter(torch.full((3,), 2.0, dtype=torch.bfloat16, device=here()))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (
+        tensors = (
             torch.arange(6).view(2, 3).t(),  # not contiguous
             torch.tensor([True, False, True]),
             torch.tensor(3.5, dtype=torch.float64),  # no dims
@@ -240,6 +248,7 @@ class MixedRunner:
             torch.linspace(-2, 2, 7).to(torch.float8_e4m3fn),
             *(torch.full((1,) * i, float(i)) for i in range(1, 6)),
         )
+        return tuple(tensor.to(here()) for tensor in tensors)
 
     def forward(self, micro_batch, chunk, received):
         if self.rank == 0:
@@ -259,13 +268,13 @@ class MixedRunner:
 
 
 def check_mixed(rank, world_size):
-    engine = PipelineEngine(axis_of(rank, world_size), 1, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), 1, here())
     runner = MixedRunner(rank)
     actions = build_schedule("1f1b", pipeline_size=2, num_microbatches=3)[rank]
     for _ in range(2):
         engine.run(actions, runner, signatures=["same"] * 3, backward=True)
     if rank == 0:  # d/dw of sum over m of (w (m+1))^2 = 2 w 14, two runs
-        assert torch.equal(runner.weight.grad, torch.full((3,), 2 * 4.0 * 14, dtype=torch.bfloat16))
+        assert torch.equal(runner.weight.grad, torch.full_like(runner.weight, 2 * 4.0 * 14))
 
 
 def test_tuples_of_any_dtype_and_shape():
@@ -281,7 +290,7 @@ class FrozenRunner(Runner):
 
 
 def check_frozen(rank, world_size):
-    engine = PipelineEngine(axis_of(rank, world_size), 1, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), 1, here())
     runner = FrozenRunner({rank: Stage(rank)}, engine.placement, rank, [4] * 3)
     if rank == 0:
         runner.stages[0].requires_grad_(False)
@@ -325,7 +334,7 @@ class MemoryRunner:
 
 def check_memory(rank, world_size):
     """All forwards come first, yet few outputs stay: only those that may not have left."""
-    engine = PipelineEngine(axis_of(rank, world_size), 1, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), 1, here())
     runner = MemoryRunner(rank)
     actions = build_schedule("gpipe", pipeline_size=2, num_microbatches=32)[rank]
     engine.run(actions, runner, signatures=[0] * 32, backward=True)
@@ -337,8 +346,29 @@ def test_sent_outputs_are_freed():
     assert run_ranks(check_memory, 2)[0] <= StageMessages.max_sends_under_way + 1
 
 
+def test_a_run_leaves_no_reference():
+    """Neither a finished nor a failed run keeps its runner (and what that holds) until a gc."""
+    engine = PipelineEngine(MeshAxis(name="pp"), 1, torch.device("cpu"))
+    gc.disable()
+    try:
+        for value in (torch.ones((), requires_grad=True), "no loss"):
+            runner = Returning(value)
+            seen = weakref.ref(runner)
+            with contextlib.suppress(ValueError):
+                engine.run(
+                    [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)],
+                    runner,
+                    signatures=[0],
+                    backward=True,
+                )
+            del runner
+            assert seen() is None
+    finally:
+        gc.enable()
+
+
 def check_changed_output(rank, world_size):
-    engine = PipelineEngine(axis_of(rank, world_size), 1, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), 1, here())
     engine_run(rank, world_size, engine, "1f1b", 1, [4])
     runner = Runner({rank: Stage(rank)}, engine.placement, rank, [5])
     actions = build_schedule("1f1b", pipeline_size=2, num_microbatches=1)[rank]
@@ -358,7 +388,7 @@ class FailingRunner(Runner):
 
 
 def check_failure(rank, world_size):
-    engine = PipelineEngine(axis_of(rank, world_size), 1, torch.device("cpu"))
+    engine = PipelineEngine(axis_of(rank, world_size), 1, here())
     runner = FailingRunner({rank: Stage(rank)}, engine.placement, rank, [4] * 3)
     actions = build_schedule("1f1b", pipeline_size=2, num_microbatches=3)[rank]
     engine.run(actions, runner, signatures=[4] * 3, backward=True)
@@ -389,14 +419,14 @@ class Returning:
     ],
 )
 def test_what_cannot_run_is_explained(actions, arguments, value, message):
-    engine = PipelineEngine(MeshAxis(name="pp"), 1, torch.device("cpu"))
+    engine = PipelineEngine(MeshAxis(name="pp"), 1, here())
     arguments = {"signatures": [0], "backward": True} | arguments
     with pytest.raises(ValueError, match=message):
         engine.run([Action(Kind(k), 0, 0) for k in actions], Returning(value), **arguments)
 
 
 def test_an_output_that_cannot_be_handed_on_is_explained():
-    engine = PipelineEngine(MeshAxis(name="pp"), 2, torch.device("cpu"))
+    engine = PipelineEngine(MeshAxis(name="pp"), 2, here())
     (actions,) = build_schedule("interleaved", pipeline_size=1, num_chunks=2, num_microbatches=1)
     with pytest.raises(ValueError, match="chunk 0 must return a tensor .* but returned one dict"):
         engine.run(actions, Returning({"hidden": 1}), signatures=[0], backward=True)
@@ -423,7 +453,7 @@ def check_against_torch(rank, world_size, chunks, num_microbatches):
     placement = Placement(world_size, chunks)
     mine = [placement.stage(rank, c) for c in range(chunks)]
     batches = [batch(m, 4)[0] for m in range(num_microbatches)]
-    device = torch.device("cpu")
+    device = here()
 
     engine = PipelineEngine(axis_of(rank, world_size), chunks, device)
     ours = PlainRunner({s: Plain(s) for s in mine}, placement, rank, [4] * num_microbatches)
@@ -456,3 +486,17 @@ def check_against_torch(rank, world_size, chunks, num_microbatches):
 @pytest.mark.parametrize(("world_size", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_gradients_equal_torch_pipelining(world_size, chunks):
     run_ranks(check_against_torch, world_size, chunks, 4)
+
+
+@pytest.mark.gpu
+def test_everything_again_over_nccl():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for name, chunks in (("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3)):
+        for num_microbatches in (1, 2, 3, 6):
+            lengths = [5] * num_microbatches
+            run_ranks(check_training, 2, name, chunks, lengths, backend="nccl")
+    for chunks in (1, 2):
+        run_ranks(check_changing_shapes, 2, chunks, backend="nccl")
+        run_ranks(check_forward_only, 2, chunks, [4] * 5, backend="nccl")
+    run_ranks(check_mixed, 2, backend="nccl")
