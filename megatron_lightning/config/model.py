@@ -7,7 +7,7 @@ what a network built from the config holds and does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from megatron_lightning.config.model_rules import (
@@ -116,11 +116,13 @@ class GPTConfig:
         """Return a copy with fields replaced. Derived sizes follow, unless they differ from their
         derived value.
         """
-        kept = {f.name: getattr(self, f.name) for f in fields(self)}
-        if unknown := sorted(set(changes) - set(kept)):
-            raise ValueError(f"{unknown}: not fields of GPTConfig; it has {sorted(kept)}")
-        derived = {name: 0 for name, value in self._derived().items() if kept[name] == value}
-        return GPTConfig(**(kept | derived | changes))
+        names = {f.name for f in fields(self)}
+        if unknown := sorted(set(changes) - names):
+            raise ValueError(f"{unknown}: not fields of GPTConfig; it has {sorted(names)}")
+        derived: dict[str, Any] = {
+            name: 0 for name, value in self._derived().items() if getattr(self, name) == value
+        }
+        return replace(self, **(derived | changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of all fields; `from_dict` reads it back."""

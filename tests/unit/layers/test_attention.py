@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lightning.config import GPTConfig, RotaryConfig
 from megatron_lightning.layers import (
@@ -173,3 +174,23 @@ def test_the_core_can_be_replaced():
 
     attention.core_attention = First()
     assert attention(hidden).shape == (5, 2, 48)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("window", "kernel"),
+    [(0, SDPBackend.FLASH_ATTENTION), (256, SDPBackend.EFFICIENT_ATTENTION)],
+)
+def test_a_fused_kernel_serves_grouped_queries_on_the_gpu(window, kernel):
+    """With any other kernel forbidden, it runs, and agrees with the reference in float32."""
+    fast = [x.detach().cuda().bfloat16() for x in inputs(1024, heads=8, groups=2, dim=64)]
+    fast = [x.requires_grad_() for x in fast]
+    with sdpa_kernel(kernel):
+        found = made(FusedAttention, window)(*fast)
+        found.float().square().sum().backward()
+    slow = [x.detach().float().requires_grad_() for x in fast]
+    expected = made(ReferenceAttention, window)(*slow)
+    expected.square().sum().backward()
+    assert (found - expected).norm() / expected.norm() < 1e-2
+    for low, exact in zip(fast, slow, strict=True):
+        assert (low.grad - exact.grad).norm() / exact.grad.norm() < 2e-2
