@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.mesh import MeshAxis
@@ -313,22 +314,21 @@ def test_a_frozen_stage_and_a_micro_batch_without_loss():
 
 
 class MemoryRunner:
-    """Counts how many outputs are alive. The stage ends in an add, which saves nothing."""
+    """Counts how many outputs have memory. The stage ends in an add, which saves nothing."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.bias = nn.Parameter(torch.zeros(16))
-        self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.storages: list[StorageWeakRef] = []
         self.peak = 0
 
     def forward(self, micro_batch, chunk, received):
-        gc.collect()
-        self.peak = max(self.peak, len(self.alive))
+        self.peak = max(self.peak, sum(not storage.expired() for storage in self.storages))
         x = torch.ones(16) if received is None else received[0]
         output = x + self.bias
         if self.rank == 1:
             return output.sum()
-        self.alive.add(output)
+        self.storages.append(StorageWeakRef(output.untyped_storage()))
         return output
 
 
@@ -343,7 +343,7 @@ def check_memory(rank, world_size):
 
 
 def test_sent_outputs_are_freed():
-    assert run_ranks(check_memory, 2)[0] <= StageMessages.max_sends_under_way + 1
+    assert 1 <= run_ranks(check_memory, 2)[0] <= StageMessages.max_sends_under_way + 1
 
 
 def test_a_run_leaves_no_reference():
