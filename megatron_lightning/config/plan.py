@@ -108,7 +108,9 @@ class ParallelPlan:
         if len(hits) == 1:
             return self.splits[hits[0]]
         if not hits:
-            raise ValueError(f"plan.splits: no row matches parameter {name!r}; add one, e.g. {name!r}: replicated()")
+            raise ValueError(
+                f"plan.splits: no row matches parameter {name!r}; add one, e.g. {name!r}: replicated()"
+            )
         raise ValueError(f"plan.splits: parameter {name!r} matches {hits}; make the globs disjoint")
 
 

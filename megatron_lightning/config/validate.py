@@ -84,7 +84,9 @@ def _axis_order(config: ParallelConfig) -> str | None:
 
 def _timeout(config: ParallelConfig) -> str | None:
     if config.runtime.timeout_seconds <= 0:
-        return f"runtime.timeout_seconds={config.runtime.timeout_seconds}: it must be above 0 seconds"
+        return (
+            f"runtime.timeout_seconds={config.runtime.timeout_seconds}: it must be above 0 seconds"
+        )
     return None
 
 
@@ -122,7 +124,9 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
     product = config.model_parallel_size
     if product < 1 or world_size % product == 0:
         return []
-    nearest = sorted({max(product, world_size // product * product), (world_size // product + 1) * product})
+    nearest = sorted(
+        {max(product, world_size // product * product), (world_size // product + 1) * product}
+    )
     return [
         f"devices x num_nodes = {world_size} ranks: tensor_parallel_size={config.tensor_parallel_size} x"
         f" pipeline_parallel_size={config.pipeline_parallel_size} = {product} does not divide it;"
@@ -130,7 +134,9 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
     ]
 
 
-def check_batch_sizes(config: ParallelConfig, world_size: int, micro_batch_size: int, global_batch_size: int) -> list[str]:
+def check_batch_sizes(
+    config: ParallelConfig, world_size: int, micro_batch_size: int, global_batch_size: int
+) -> list[str]:
     """Violations of global_batch_size = micro_batch_size x data_parallel_size x a whole number of micro-batches."""
     if world_size % config.model_parallel_size:
         return []
@@ -138,7 +144,9 @@ def check_batch_sizes(config: ParallelConfig, world_size: int, micro_batch_size:
     step = micro_batch_size * data_parallel_size
     if global_batch_size % step == 0:
         return []
-    fits = sorted({max(step, global_batch_size // step * step), (global_batch_size // step + 1) * step})
+    fits = sorted(
+        {max(step, global_batch_size // step * step), (global_batch_size // step + 1) * step}
+    )
     return [
         f"global_batch_size={global_batch_size}: not a multiple of micro_batch_size={micro_batch_size} x"
         f" data_parallel_size={data_parallel_size} = {step}; use {' or '.join(map(str, fits))}"

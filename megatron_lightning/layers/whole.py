@@ -13,7 +13,12 @@ from megatron_lightning.parallel.tensor import apply_tensor_parallel
 
 
 def materialise_whole(
-    network: nn.Module, plan: ParallelPlan, *, seed: int, prefix: str, device: torch.device | str = "cpu"
+    network: nn.Module,
+    plan: ParallelPlan,
+    *,
+    seed: int,
+    prefix: str,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Give a network on the meta device all its initial values, bitwise those of any layout with this seed.
 

@@ -41,7 +41,9 @@ class GPTModel(MegatronModule):
     ) -> None:
         super().__init__()
         if loss_normalization not in ("token", "micro_batch"):
-            raise ValueError(f"loss_normalization={loss_normalization!r}: choose 'token' or 'micro_batch'")
+            raise ValueError(
+                f"loss_normalization={loss_normalization!r}: choose 'token' or 'micro_batch'"
+            )
         self.save_hyperparameters()
         self.config = config
         self.optimizer_config = optimizer or OptimizerConfig()
@@ -64,13 +66,20 @@ class GPTModel(MegatronModule):
     def check_data(self, data: Any) -> list[str]:
         """What doesn't fit between the model and a `PretrainingDataModule`, before anything is started."""
         problems = []
-        vocab_size, seq_length = getattr(data, "vocab_size", None), getattr(data, "seq_length", None)
+        vocab_size, seq_length = (
+            getattr(data, "vocab_size", None),
+            getattr(data, "seq_length", None),
+        )
         if vocab_size is not None and vocab_size > self.config.vocab_size:
             problems.append(
                 f"config.vocab_size={self.config.vocab_size}: the data have {vocab_size} token ids; set it to {vocab_size}"
             )
         limit = self.config.max_position_embeddings
-        if seq_length is not None and self.config.position_embedding == "learned" and seq_length > limit:
+        if (
+            seq_length is not None
+            and self.config.position_embedding == "learned"
+            and seq_length > limit
+        ):
             problems.append(
                 f"seq_length={seq_length}: above config.max_position_embeddings={limit}, the learned positions there are;"
                 " shorten the samples or raise it"
@@ -88,7 +97,9 @@ class GPTModel(MegatronModule):
         """Mean loss of a micro-batch and its number of tokens."""
         loss, num_tokens = self.token_losses(batch)
         self.log("train_loss", loss, prog_bar=True)
-        return {"loss": loss, "num_tokens": num_tokens} if self.loss_normalization == "token" else loss
+        return (
+            {"loss": loss, "num_tokens": num_tokens} if self.loss_normalization == "token" else loss
+        )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         """Log `val_loss`, the mean over all tokens of the validation set."""
@@ -112,7 +123,9 @@ class GPTModel(MegatronModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with and without weight decay, and the schedule by optimizer steps."""
-        optimizer = build_optimizer(self.canonical_parameters(), self.optimizer_config, self.global_shapes())
+        optimizer = build_optimizer(
+            self.canonical_parameters(), self.optimizer_config, self.global_shapes()
+        )
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         batch = getattr(data, "global_batch_size", None)
         schedule = build_schedule(
@@ -120,7 +133,9 @@ class GPTModel(MegatronModule):
             self.optimizer_config,
             self.scheduler_config,
             total_steps=self.trainer.estimated_stepping_batches,
-            global_batch_size=None if batch is None else batch * self.trainer.accumulate_grad_batches,
+            global_batch_size=None
+            if batch is None
+            else batch * self.trainer.accumulate_grad_batches,
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

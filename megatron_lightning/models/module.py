@@ -48,7 +48,10 @@ class MegatronModule(LightningModule, ABC):
         if self.network is not None:
             return
         self.network = self.build_network("meta")
-        if not (self._trainer is not None and getattr(self.trainer.strategy, "materialises_networks", False)):
+        if not (
+            self._trainer is not None
+            and getattr(self.trainer.strategy, "materialises_networks", False)
+        ):
             self._fill(self.network)
 
     def _fill(self, network: nn.Module) -> None:
@@ -73,7 +76,10 @@ class MegatronModule(LightningModule, ABC):
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> global shape of every parameter of the whole network, whatever this rank holds."""
         whole = self.build_network("meta")
-        return {f"{self.network_attribute}.{name}": tuple(p.shape) for name, p in whole.named_parameters()}
+        return {
+            f"{self.network_attribute}.{name}": tuple(p.shape)
+            for name, p in whole.named_parameters()
+        }
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, for those that this rank holds."""
@@ -101,7 +107,9 @@ class MegatronModule(LightningModule, ABC):
         no valid checkpoint or its tensors don't fit.
         """
         if hparams_file is not None:
-            raise ValueError("hparams_file=...: hyper-parameters are in the checkpoint itself; leave it out")
+            raise ValueError(
+                "hparams_file=...: hyper-parameters are in the checkpoint itself; leave it out"
+            )
         objects = store.load_objects(checkpoint_path, codec=CODEC)
         module = cls(**{**_constructor_arguments(objects), **kwargs})
         module.configure_model()
@@ -115,9 +123,13 @@ class MegatronModule(LightningModule, ABC):
         shapes = self.global_shapes()
         for name, parameter in self.canonical_parameters().items():
             shape = shapes[name]
-            tensors[f"model.{name}"] = store.BoxedTensor.from_local(parameter, shape, (0,) * len(shape), shape)
+            tensors[f"model.{name}"] = store.BoxedTensor.from_local(
+                parameter, shape, (0,) * len(shape), shape
+            )
         with torch.no_grad():
-            return store.load(checkpoint_path, tensors, strict="all" if strict else "none", scope="model.")
+            return store.load(
+                checkpoint_path, tensors, strict="all" if strict else "none", scope="model."
+            )
 
 
 def _constructor_arguments(objects: Mapping[str, Any]) -> dict[str, Any]:

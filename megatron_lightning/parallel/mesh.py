@@ -19,7 +19,9 @@ DENSE_ORDER = ("pp", "dp", "cp", "tp")
 EXPERT_ORDER = ("pp", "edp", "ep", "etp")
 
 
-def rank_lists(sizes: Mapping[str, int], order: Sequence[str], axes: Sequence[str]) -> list[tuple[int, ...]]:
+def rank_lists(
+    sizes: Mapping[str, int], order: Sequence[str], axes: Sequence[str]
+) -> list[tuple[int, ...]]:
     """Rank lists of the groups that span `axes` jointly.
 
     `order` names the axes from slowest to fastest varying, so the last one holds neighbouring ranks. Ranks of a list
@@ -27,7 +29,9 @@ def rank_lists(sizes: Mapping[str, int], order: Sequence[str], axes: Sequence[st
     """
     if len(set(axes)) != len(axes) or not set(axes) <= set(order):
         raise ValueError(f"axes={tuple(axes)}: each must be one of {tuple(order)}, named once")
-    stride = {name: math.prod(sizes[later] for later in order[i + 1 :]) for i, name in enumerate(order)}
+    stride = {
+        name: math.prod(sizes[later] for later in order[i + 1 :]) for i, name in enumerate(order)
+    }
 
     def offsets(names: Sequence[str]) -> list[int]:
         found = [0]
@@ -64,7 +68,20 @@ class MeshAxis:
         return self.rank == self.size - 1
 
 
-SINGLE_AXIS_NAMES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "pp_tp", "pp_dp_cp", "world", "edges")
+SINGLE_AXIS_NAMES = (
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+    "edp",
+    "ep",
+    "etp",
+    "dp_cp",
+    "pp_tp",
+    "pp_dp_cp",
+    "world",
+    "edges",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +134,11 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """One line for logs, e.g. `tp=2 pp=2 dp=1 (4 ranks)`."""
-        shown = [f"{name}={self.sizes[name]}" for name in ("tp", "pp", "cp", "dp") if self.sizes[name] > 1]
+        shown = [
+            f"{name}={self.sizes[name]}"
+            for name in ("tp", "pp", "cp", "dp")
+            if self.sizes[name] > 1
+        ]
         return f"{' '.join(shown) or 'one process'} ({self.world_size} ranks)"
 
     @classmethod
@@ -150,21 +171,48 @@ class ParallelMesh:
             return cls.single(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         sizes = mesh_sizes(
-            world_size, tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor
+            world_size,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
         )
         made: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD}
         lists = _axis_rank_lists(sizes, order, expert_order)
-        axes = {name: _make_axis(name, groups, rank, made, timeout) for name, groups in lists.items()}
-        control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-        return cls(device=device, rank=rank, world_size=world_size, sizes=sizes, axes=axes, control_group=control)
+        axes = {
+            name: _make_axis(name, groups, rank, made, timeout) for name, groups in lists.items()
+        }
+        control = (
+            dist.group.WORLD
+            if device.type == "cpu"
+            else dist.new_group(backend="gloo", timeout=timeout)
+        )
+        return cls(
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            sizes=sizes,
+            axes=axes,
+            control_group=control,
+        )
 
 
 def mesh_sizes(
-    world_size: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1
+    world_size: int,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
 ) -> dict[str, int]:
     """Sizes of all seven axes: world = tp x pp x cp x dp = etp x ep x edp x pp. ValueError where that can't hold."""
     dense, experts = tensor * pipeline * context, expert * expert_tensor * pipeline
-    for label, product in (("tensor x pipeline x context", dense), ("expert x expert_tensor x pipeline", experts)):
+    for label, product in (
+        ("tensor x pipeline x context", dense),
+        ("expert x expert_tensor x pipeline", experts),
+    ):
         if world_size % product:
             raise ValueError(f"{label} = {product} does not divide the world of {world_size} ranks")
     return {
@@ -193,7 +241,11 @@ def _axis_rank_lists(
 
 
 def _make_axis(
-    name: str, groups: list[tuple[int, ...]], rank: int, made: dict[tuple[int, ...], Any], timeout: Any
+    name: str,
+    groups: list[tuple[int, ...]],
+    rank: int,
+    made: dict[tuple[int, ...], Any],
+    timeout: Any,
 ) -> MeshAxis:
     """Make every group of an axis (all ranks must take part in making each) and return the one that holds `rank`."""
     own: MeshAxis = MeshAxis(name=name, ranks=(rank,))

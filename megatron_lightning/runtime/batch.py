@@ -50,7 +50,11 @@ def batch_size_of(batch: Any, batch_dims: Mapping[str, int]) -> int | None:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, Mapping):
-        known = [value.shape[batch_dims[key]] for key, value in batch.items() if key in batch_dims and _is_array(value)]
+        known = [
+            value.shape[batch_dims[key]]
+            for key, value in batch.items()
+            if key in batch_dims and _is_array(value)
+        ]
         rest = [value for key, value in batch.items() if key not in batch_dims]
         return known[0] if known else batch_size_of(rest, batch_dims)
     if isinstance(batch, (list, tuple)):
@@ -60,7 +64,11 @@ def batch_size_of(batch: Any, batch_dims: Mapping[str, int]) -> int | None:
 
 
 def split_batch(
-    batch: Any, *, micro_batch_size: int | None, pipeline_size: int, batch_dims: Mapping[str, int] = BATCH_DIMS
+    batch: Any,
+    *,
+    micro_batch_size: int | None,
+    pipeline_size: int,
+    batch_dims: Mapping[str, int] = BATCH_DIMS,
 ) -> list[MicroBatch]:
     """Cut `batch` into micro-batches of `micro_batch_size` samples; the last may hold fewer.
 
@@ -70,7 +78,9 @@ def split_batch(
     if isinstance(batch, MicroBatches):
         return _shares([(data, batch_size_of(data, batch_dims) or 1) for data in batch])
     if micro_batch_size is None and pipeline_size == 1:
-        return [MicroBatch(data=batch, num_samples=batch_size_of(batch, batch_dims) or 1, share=1.0)]
+        return [
+            MicroBatch(data=batch, num_samples=batch_size_of(batch, batch_dims) or 1, share=1.0)
+        ]
     size = batch_size_of(batch, batch_dims)
     if size is None:
         raise ValueError(
@@ -93,7 +103,9 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _narrow(value: Any, start: int, stop: int, size: int, batch_dims: Mapping[str, int], path: str) -> Any:
+def _narrow(
+    value: Any, start: int, stop: int, size: int, batch_dims: Mapping[str, int], path: str
+) -> Any:
     """Samples start..stop of `value`; values that hold no samples (numbers, strings, 0-dim tensors) are shared."""
     if isinstance(value, Mapping):
         cut = {}
@@ -109,11 +121,15 @@ def _narrow(value: Any, start: int, stop: int, size: int, batch_dims: Mapping[st
                 cut[key] = _narrow(entry, start, stop, size, batch_dims, f"{path}[{key!r}]")
         return cut
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_narrow(v, start, stop, size, batch_dims, f"{path}.{i}") for i, v in enumerate(value)))
+        return type(value)(
+            *(_narrow(v, start, stop, size, batch_dims, f"{path}.{i}") for i, v in enumerate(value))
+        )
     if isinstance(value, (list, tuple)):
         if len(value) == size and not any(isinstance(entry, Tensor) for entry in value):
             return type(value)(value[start:stop])
-        return type(value)(_narrow(v, start, stop, size, batch_dims, f"{path}[{i}]") for i, v in enumerate(value))
+        return type(value)(
+            _narrow(v, start, stop, size, batch_dims, f"{path}[{i}]") for i, v in enumerate(value)
+        )
     return _slice(value, 0, start, stop, size, path) if _is_array(value) else value
 
 

@@ -88,17 +88,27 @@ class LogRecorder:
                 " reduced over micro-batches and ranks"
             )
         weight = kwargs.get("batch_size")
-        options = {k: v for k, v in kwargs.items() if k not in ("batch_size", "sync_dist", "sync_dist_group")}
+        options = {
+            k: v
+            for k, v in kwargs.items()
+            if k not in ("batch_size", "sync_dist", "sync_dist_group")
+        }
         key = LogKey(name, reduction, tuple(sorted(options.items(), key=lambda item: item[0])))
         scalar = torch.as_tensor(value, device=self._device).detach().to(torch.float64)
         if scalar.numel() != 1:
-            raise ValueError(f"self.log({name!r}, ...): the value has {scalar.numel()} elements; log a single number")
+            raise ValueError(
+                f"self.log({name!r}, ...): the value has {scalar.numel()} elements; log a single number"
+            )
         self._current.values[key] = (scalar.reshape(()), weight)
 
     def end_micro_batch(self, weight: Tensor | float) -> None:
         """Add what the current micro-batch logged, with its weight (tokens or samples)."""
         for key, (value, own_weight) in self._current.values.items():
-            w = torch.as_tensor(weight if own_weight is None else own_weight, device=self._device, dtype=torch.float64)
+            w = torch.as_tensor(
+                weight if own_weight is None else own_weight,
+                device=self._device,
+                dtype=torch.float64,
+            )
             self.totals[key] = merge_total(key, self.totals.get(key), weighted_total(key, value, w))
         self._current = _MicroBatchLogs()
 
@@ -111,7 +121,9 @@ def weighted_total(key: LogKey, value: Tensor, weight: Tensor) -> tuple[Tensor, 
     return torch.where(weight > 0, value, torch.zeros_like(value)) * weight, weight
 
 
-def merge_total(key: LogKey, old: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_total(
+    key: LogKey, old: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Join two totals of one key."""
     if old is None:
         return new
@@ -150,7 +162,9 @@ def log_published(
             module.log(key.name, running if on_step else value, **common)
 
 
-def _log_forked(module: LightningModule, key: LogKey, running: Tensor, value: Tensor, common: dict[str, Any]) -> None:
+def _log_forked(
+    module: LightningModule, key: LogKey, running: Tensor, value: Tensor, common: dict[str, Any]
+) -> None:
     """A key logged per step and per epoch within an accumulation window: the two want different numbers."""
     rest = {k: v for k, v in common.items() if k not in ("on_step", "on_epoch")}
     quiet = {**rest, "prog_bar": False, "logger": False}

@@ -41,12 +41,16 @@ class ParallelModel:
     buckets: GradientBuckets | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
 
-    def begin_forward(self, batch_index: int, micro_batch: int, first_sample: int, chunk: int) -> None:
+    def begin_forward(
+        self, batch_index: int, micro_batch: int, first_sample: int, chunk: int
+    ) -> None:
         """Set dropout streams to the position of this forward."""
         if self.streams is not None:
             self.streams.begin(batch_index, micro_batch, first_sample, chunk)
 
-    def run_chunk(self, chunk: int, carried: Carried | None, step: Callable[[], Any]) -> tuple[bool, Any]:
+    def run_chunk(
+        self, chunk: int, carried: Carried | None, step: Callable[[], Any]
+    ) -> tuple[bool, Any]:
         """Run `step` with one chunk active; see `PipelinedNetwork.run_stage`."""
         if self.pipelined is None:
             return True, step()

@@ -1,7 +1,7 @@
 """From a LightningModule built for one process to this rank's part of it. The one place where parallelism is seen.
 
-    build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan (tensor, sequence)
-    -> dropout streams -> materialise or cut the user's values -> gradient buckets (data)
+build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan (tensor, sequence)
+-> dropout streams -> materialise or cut the user's values -> gradient buckets (data)
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def parallelize(
         share_first_rank_values(network, mesh)
     pipelined = _cut_stages(module, network, target, mesh, config)
     chunks = [network] if pipelined is None else list(pipelined.chunks)
-    tied = {f"{target.attribute}.{user}": f"{target.attribute}.{owner}" for owner, user in target.plan.tied}
+    tied = {
+        f"{target.attribute}.{user}": f"{target.attribute}.{owner}"
+        for owner, user in target.plan.tied
+    }
     table: dict[str, ParameterInfo] = {}
     streams: Streams | None = None
     for chunk in chunks:
@@ -77,8 +80,17 @@ def parallelize(
             sequence_parallel=config.sequence_parallel,
             streams=streams,
         )
-        materialise(chunk, rows, seed=seed, device=mesh.device, dtype=params_dtype, prefix=f"{target.attribute}.")
-        table |= {row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)}
+        materialise(
+            chunk,
+            rows,
+            seed=seed,
+            device=mesh.device,
+            dtype=params_dtype,
+            prefix=f"{target.attribute}.",
+        )
+        table |= {
+            row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
+        }
     _share_tied_within_rank(chunks, target.plan)
     return _finish(module, target.plan, pipelined, table, tied, streams, mesh)
 
@@ -138,7 +150,9 @@ def _finish(
 def whole(name: str, parameter: nn.Parameter) -> ParameterInfo:
     """Table row of a parameter that this rank holds as a whole."""
     shape = tuple(parameter.shape)
-    return ParameterInfo(name=name, global_shape=shape, offsets=(0,) * len(shape), sizes=shape, split=replicated())
+    return ParameterInfo(
+        name=name, global_shape=shape, offsets=(0,) * len(shape), sizes=shape, split=replicated()
+    )
 
 
 def stage_layout(network: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> StageLayout:
@@ -154,7 +168,11 @@ def stage_layout(network: nn.Module, plan: ParallelPlan, config: ParallelConfig)
 
 
 def _cut_stages(
-    module: LightningModule, network: nn.Module, target: Target, mesh: ParallelMesh, config: ParallelConfig
+    module: LightningModule,
+    network: nn.Module,
+    target: Target,
+    mesh: ParallelMesh,
+    config: ParallelConfig,
 ) -> PipelinedNetwork | None:
     if mesh.pp.size == 1 and config.pipeline.virtual_pipeline_size == 1:
         return None
@@ -173,7 +191,9 @@ def share_first_rank_values(module: nn.Module, mesh: ParallelMesh) -> None:
         dist.broadcast(tensor.data, src=0)
 
 
-def _check_nothing_outside(module: LightningModule, network: nn.Module, target: Target, mesh: ParallelMesh) -> None:
+def _check_nothing_outside(
+    module: LightningModule, network: nn.Module, target: Target, mesh: ParallelMesh
+) -> None:
     inside = {id(p) for p in network.parameters()}
     outside = [name for name, p in module.named_parameters() if id(p) not in inside]
     if outside:
@@ -187,7 +207,9 @@ def _on_meta(module: nn.Module) -> bool:
     kinds = {parameter.is_meta for parameter in module.parameters()}
     if len(kinds) > 1:
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        raise ValueError(f"{type(module).__name__}: only some parameters are on the meta device: {names[:3]}; put all there")
+        raise ValueError(
+            f"{type(module).__name__}: only some parameters are on the meta device: {names[:3]}; put all there"
+        )
     return kinds == {True}
 
 

@@ -92,7 +92,11 @@ def _signature(keys: Sequence[LogKey]) -> int:
 
 
 def _mismatch_message(everyone: Sequence[tuple[LogKey, ...] | None]) -> str:
-    names = {rank: sorted(key.name for key in keys) for rank, keys in enumerate(everyone) if keys is not None}
+    names = {
+        rank: sorted(key.name for key in keys)
+        for rank, keys in enumerate(everyone)
+        if keys is not None
+    }
     return (
         f"self.log: ranks logged different keys in one step: {names}; log the same keys on every rank, with the same"
         " options (rank_zero_only=True is for what one rank alone logs)"

@@ -35,7 +35,9 @@ class Chunk:
         self.network = network
         self._layers_path = plan.layers or ""
 
-    def __call__(self, received: Carried | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, received: Carried | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the chunk on its input or on what the chunk before sent."""
         network: Any = self.network
         if isinstance(network, nn.Sequential):
@@ -61,7 +63,9 @@ class PipelinedNetwork(nn.Module):
         self._active: tuple[int, Carried | None] | None = None
         self._calls = 0
 
-    def run_stage(self, chunk: int, received: Carried | None, step: Callable[[], Any]) -> tuple[bool, Any]:
+    def run_stage(
+        self, chunk: int, received: Carried | None, step: Callable[[], Any]
+    ) -> tuple[bool, Any]:
         """Call `step` (the user's function on one micro-batch) with `chunk` active.
 
         Returns (True, the step's result) on the last chunk and (False, the activation to send) elsewhere. Raises
@@ -115,7 +119,11 @@ def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
             "plan.layers=None with pipeline_parallel_size > 1: name the ModuleList or ModuleDict of layers, e.g."
             " ParallelPlan(layers='decoder.layers', first=('embedding',), last=('head',)), or use an nn.Sequential"
         )
-    missing = [name for name in ("begin", "apply_layer", "finish") if not callable(getattr(network, name, None))]
+    missing = [
+        name
+        for name in ("begin", "apply_layer", "finish")
+        if not callable(getattr(network, name, None))
+    ]
     if missing:
         raise ValueError(
             f"{type(network).__name__} lacks {missing}, which pipeline_parallel_size > 1 needs; subclass"
@@ -124,12 +132,16 @@ def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
     return [name for name, _ in network.get_submodule(plan.layers).named_children()]
 
 
-def cut_network(network: nn.Module, plan: ParallelPlan, contents: Sequence[ChunkUnits]) -> PipelinedNetwork:
+def cut_network(
+    network: nn.Module, plan: ParallelPlan, contents: Sequence[ChunkUnits]
+) -> PipelinedNetwork:
     """Cut `network` into the chunks of this rank. Parameters are shared with `network`, never copied.
 
     Every parameter must lie in the layers or in a module that the plan names as first or last.
     """
-    shared: dict[int, Any] = {id(p): p for p in network.parameters()} | {id(b): b for b in network.buffers()}
+    shared: dict[int, Any] = {id(p): p for p in network.parameters()} | {
+        id(b): b for b in network.buffers()
+    }
     names = layer_names(network, plan)
     _check_owners(network, plan, names)
     chunks = []
@@ -139,10 +151,14 @@ def cut_network(network: nn.Module, plan: ParallelPlan, contents: Sequence[Chunk
         if isinstance(part, nn.Sequential) and plan.layers is None:
             part = _keep_children(part, kept)
         else:
-            _replace(part, plan.layers or "", _keep_as_dict(part.get_submodule(plan.layers or ""), kept))
+            _replace(
+                part, plan.layers or "", _keep_as_dict(part.get_submodule(plan.layers or ""), kept)
+            )
             removed = () if content.has_embedding else plan.first
             removed += () if content.has_head else plan.last
-            kept_paths = (plan.first if content.has_embedding else ()) + (plan.last if content.has_head else ())
+            kept_paths = (plan.first if content.has_embedding else ()) + (
+                plan.last if content.has_head else ()
+            )
             for path in removed:
                 if path not in kept_paths:
                     _replace(part, path, None)
@@ -154,7 +170,11 @@ def _check_owners(network: nn.Module, plan: ParallelPlan, names: Sequence[str]) 
     if isinstance(network, nn.Sequential) and plan.layers is None:
         return
     roots = (*(f"{plan.layers}.{name}" for name in names), *plan.first, *plan.last)
-    stray = [n for n, _ in network.named_parameters() if not any(n == r or n.startswith(r + ".") for r in roots)]
+    stray = [
+        n
+        for n, _ in network.named_parameters()
+        if not any(n == r or n.startswith(r + ".") for r in roots)
+    ]
     if stray:
         raise ValueError(
             f"plan: no pipeline stage owns {stray[:3]}{' ...' if len(stray) > 3 else ''}; name the module in plan.first"

@@ -52,7 +52,13 @@ class Position:
 class StepRunner:
     """Runs step functions of one LightningModule through its pipeline."""
 
-    def __init__(self, module: LightningModule, model: ParallelModel, mesh: ParallelMesh, schedule: ScheduleName) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        model: ParallelModel,
+        mesh: ParallelMesh,
+        schedule: ScheduleName,
+    ) -> None:
         self._module = module
         self._model = model
         self._mesh = mesh
@@ -95,7 +101,9 @@ class StepRunner:
                 before_last_backward=arm,
             )
         source = self._model.holds_last
-        published = self._publisher.publish(stage.loss_total() if source else None, recorder.totals if source else None)
+        published = self._publisher.publish(
+            stage.loss_total() if source else None, recorder.totals if source else None
+        )
         return StepResult(published=published, outputs=stage.outputs)
 
     @property
@@ -147,7 +155,9 @@ class _Stage(StageRunner):
         """Run one chunk on one micro-batch; on the last chunk, the weighted loss."""
         batch = self._micro_batches[micro_batch]
         if self._position is not None:
-            self._runner.model.begin_forward(self._position.batch_index, micro_batch, self._first_sample(micro_batch), chunk)
+            self._runner.model.begin_forward(
+                self._position.batch_index, micro_batch, self._first_sample(micro_batch), chunk
+            )
 
         def step() -> Any:
             with self._context():
@@ -161,17 +171,28 @@ class _Stage(StageRunner):
 
     def _first_sample(self, micro_batch: int) -> int:
         assert self._position is not None
-        return self._position.first_sample + sum(batch.num_samples for batch in self._micro_batches[:micro_batch])
+        return self._position.first_sample + sum(
+            batch.num_samples for batch in self._micro_batches[:micro_batch]
+        )
 
     def _finish(self, batch: MicroBatch, result: Any) -> Tensor | None:
         """Take the step's result of one micro-batch on the last chunk."""
-        loss, tokens = _loss_of(result, self._hook) if self._position is not None else (None, _tokens_of(result))
+        loss, tokens = (
+            _loss_of(result, self._hook)
+            if self._position is not None
+            else (None, _tokens_of(result))
+        )
         self._recorder.end_micro_batch(batch.num_samples if tokens is None else tokens)
         self.outputs.append(result)
         if loss is None:
             return None
-        weight = torch.as_tensor(batch.share if tokens is None else tokens, dtype=torch.float64, device=loss.device)
-        self._loss_sum += torch.where(weight > 0, loss.detach().to(torch.float64), self._loss_sum.new_zeros(())) * weight
+        weight = torch.as_tensor(
+            batch.share if tokens is None else tokens, dtype=torch.float64, device=loss.device
+        )
+        self._loss_sum += (
+            torch.where(weight > 0, loss.detach().to(torch.float64), self._loss_sum.new_zeros(()))
+            * weight
+        )
         self._weight += weight
         return loss * weight.to(loss.dtype)
 
@@ -195,4 +216,6 @@ def _loss_of(result: Any, hook: str) -> tuple[Tensor | None, Any]:
 
 def join_step_outputs(outputs: Sequence[Any]) -> Any:
     """Outputs of the micro-batches as one: what `predict_step` and `validation_step` give for the whole batch."""
-    return join_outputs(outputs) if outputs and all(output is not None for output in outputs) else None
+    return (
+        join_outputs(outputs) if outputs and all(output is not None for output in outputs) else None
+    )

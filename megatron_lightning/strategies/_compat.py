@@ -22,7 +22,9 @@ def set_world_ranks(strategy: MegatronStrategy) -> None:
     """Give the cluster environment this process' global rank and the world size, as Lightning's DDP strategy does."""
     environment = strategy.cluster_environment
     if environment is not None:
-        environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
+        environment.set_global_rank(
+            strategy.node_rank * strategy.num_processes + strategy.local_rank
+        )
         environment.set_world_size(strategy.num_nodes * strategy.num_processes)
     rank_zero_only.rank = strategy.global_rank
 

@@ -33,7 +33,9 @@ def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
     module = strategy.lightning_module
     assert module is not None
     tensors: dict[str, Tensor] = dict(strategy.parallel_model.parameters)
-    parameter_names = {canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameter_names = {
+        canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)
+    }
     for name, value in module.state_dict().items():
         canonical = canonical_name(name)
         if isinstance(value, Tensor) and canonical not in parameter_names:
@@ -41,13 +43,20 @@ def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
     return tensors
 
 
-def save(strategy: MegatronStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+def save(
+    strategy: MegatronStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+) -> None:
     """Write `checkpoint` to the folder `filepath`. All ranks call it; errors are raised on all of them."""
     if storage_options is not None:
-        raise TypeError("save_checkpoint(storage_options=...): this strategy writes folders itself and takes no options")
+        raise TypeError(
+            "save_checkpoint(storage_options=...): this strategy writes folders itself and takes no options"
+        )
     objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     table = strategy.parallel_model.table
-    tensors = {MODEL + name: _boxed(value, table.get(name)) for name, value in model_tensors(strategy).items()}
+    tensors = {
+        MODEL + name: _boxed(value, table.get(name))
+        for name, value in model_tensors(strategy).items()
+    }
     if "optimizer_states" in checkpoint and strategy.optimizers:
         objects[GROUPS] = [_hyper_parameters(optimizer) for optimizer in strategy.optimizers]
         tensors |= _optimizer_tensors(strategy, materialise=False)
@@ -103,9 +112,13 @@ def _optimizer_tensors(strategy: MegatronStrategy, *, materialise: bool) -> dict
     updated = _updated(strategy)
     tensors: dict[str, Tensor] = {}
     if strategy.masters is not None:
-        tensors |= {MASTER + name: _boxed(value.detach(), table[name]) for name, value in updated.items()}
+        tensors |= {
+            MASTER + name: _boxed(value.detach(), table[name]) for name, value in updated.items()
+        }
     for index, optimizer in enumerate(strategy.optimizers):
-        for name, state in optimizer_state_tensors(optimizer, updated, materialise=materialise).items():
+        for name, state in optimizer_state_tensors(
+            optimizer, updated, materialise=materialise
+        ).items():
             for key, value in state.items():
                 tensors[f"{OPTIMIZER}{index}.{key}.{name}"] = _boxed(value, table[name])
     return tensors
@@ -114,7 +127,10 @@ def _optimizer_tensors(strategy: MegatronStrategy, *, materialise: bool) -> dict
 def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool) -> None:
     table = strategy.parallel_model.table
     group = strategy.mesh.control_group
-    tensors = {MODEL + name: _boxed(value, table.get(name)) for name, value in model_tensors(strategy).items()}
+    tensors = {
+        MODEL + name: _boxed(value, table.get(name))
+        for name, value in model_tensors(strategy).items()
+    }
     store.load(folder, tensors, scope=MODEL, process_group=group)
     if with_masters and strategy.masters is None:
         # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded weights
@@ -129,25 +145,38 @@ def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool)
 def _load_optimizer(strategy: MegatronStrategy, folder: Path) -> None:
     tensors = _optimizer_tensors(strategy, materialise=True)
     report = store.load(
-        folder, tensors, strict="missing_ok", scope=(MASTER, OPTIMIZER), process_group=strategy.mesh.control_group
+        folder,
+        tensors,
+        strict="missing_ok",
+        scope=(MASTER, OPTIMIZER),
+        process_group=strategy.mesh.control_group,
     )
     if strategy.masters is not None and any(name.startswith(MASTER) for name in report.missing):
         strategy.masters.copy_from_model()
     fresh = [name for name in report.missing if name.startswith(OPTIMIZER)]
     if fresh:
-        warn_once(f"{folder}: no optimizer state for {len(fresh)} tensors, first {fresh[0]!r}; they begin afresh")
+        warn_once(
+            f"{folder}: no optimizer state for {len(fresh)} tensors, first {fresh[0]!r}; they begin afresh"
+        )
     updated = _updated(strategy)
     for index, optimizer in enumerate(strategy.optimizers):
         prefix = f"{OPTIMIZER}{index}."
-        names = {name.removeprefix(prefix).partition(".")[2] for name in fresh if name.startswith(prefix)}
+        names = {
+            name.removeprefix(prefix).partition(".")[2] for name in fresh if name.startswith(prefix)
+        }
         discard_state(optimizer, [updated[name] for name in names if name in updated])
 
 
 def _hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
-def _load_hyper_parameters(optimizers: list[Optimizer], stored: list[list[dict[str, Any]]], folder: Path) -> None:
+def _load_hyper_parameters(
+    optimizers: list[Optimizer], stored: list[list[dict[str, Any]]], folder: Path
+) -> None:
     counts = [len(optimizer.param_groups) for optimizer in optimizers]
     stored_counts = [len(groups) for groups in stored]
     if counts != stored_counts:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from megatron_lightning.config.validate import raise_if_any
@@ -32,12 +35,18 @@ def choose_launcher(strategy: MegatronStrategy) -> _Launcher | None:
     return ScriptLauncher(strategy)
 
 
-def check_before_start(strategy: MegatronStrategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_before_start(
+    strategy: MegatronStrategy, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """All checks that need no process, on what `Trainer.fit` (or validate, ...) was given."""
     given = [*args, *kwargs.values()]
     datamodule = next((value for value in given if isinstance(value, LightningDataModule)), None)
-    module = next((value for value in given if isinstance(value, LightningModule)), strategy.lightning_module)
-    problems = startup.check_checkpoint_path(kwargs.get("ckpt_path", args[4] if len(args) > 4 else None))
+    module = next(
+        (value for value in given if isinstance(value, LightningModule)), strategy.lightning_module
+    )
+    problems = startup.check_checkpoint_path(
+        kwargs.get("ckpt_path", args[4] if len(args) > 4 else None)
+    )
     if module is not None:
         world_size = strategy.num_processes * strategy.num_nodes
         problems += startup.run_problems(strategy, module, datamodule, world_size)
@@ -52,7 +61,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
         """Check, start the other ranks, run `function`."""
         check_before_start(self._strategy, args, kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -64,7 +75,9 @@ class ForkLauncher(_MultiProcessingLauncher):
     def __init__(self, strategy: MegatronStrategy) -> None:
         super().__init__(strategy, start_method="fork")
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
         """Check, fork, wait."""
         check_before_start(self._strategy, args, kwargs)  # type: ignore[arg-type]
         return super().launch(function, *args, trainer=trainer, **kwargs)

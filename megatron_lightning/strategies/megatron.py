@@ -23,7 +23,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfig, PipelineConfig, RuntimeConfig
+from megatron_lightning.config.parallel import (
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout, check_world, raise_if_any
 from megatron_lightning.optim.clip import global_grad_norm
@@ -116,14 +121,18 @@ class MegatronStrategy(ParallelStrategy):
     def mesh(self) -> ParallelMesh:
         """The mesh; RuntimeError before the processes exist."""
         if self._mesh is None:
-            raise RuntimeError("strategy.mesh: there is none before Trainer.fit (or validate, ...) has started the processes")
+            raise RuntimeError(
+                "strategy.mesh: there is none before Trainer.fit (or validate, ...) has started the processes"
+            )
         return self._mesh
 
     @property
     def parallel_model(self) -> ParallelModel:
         """This rank's part of the model and its parameter table; RuntimeError before setup."""
         if self._parallel is None:
-            raise RuntimeError("strategy.parallel_model: the model is cut in Trainer.fit (or validate, ...), not before")
+            raise RuntimeError(
+                "strategy.parallel_model: the model is cut in Trainer.fit (or validate, ...), not before"
+            )
         return self._parallel
 
     @property
@@ -168,7 +177,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        startup.raise_on_first_rank(check_world(self.config, self.num_processes * self.num_nodes), self.global_rank)
+        startup.raise_on_first_rank(
+            check_world(self.config, self.num_processes * self.num_nodes), self.global_rank
+        )
         self._launcher = choose_launcher(self)
 
     @override
@@ -281,7 +292,9 @@ class MegatronStrategy(ParallelStrategy):
             self._buckets.rebuild() if self._buckets.is_stale else self._buckets.reset()
         self._buckets.withdraw()
         self._grad_norm = None
-        result = self._run("training_step", batch, args, self.precision_plugin.train_step_context, training=True)
+        result = self._run(
+            "training_step", batch, args, self.precision_plugin.train_step_context, training=True
+        )
         log_published(module, result.published.logs, self._window.add(result.published))
         return self._training_output(result)
 
@@ -295,7 +308,9 @@ class MegatronStrategy(ParallelStrategy):
         return loss
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         module = self.lightning_module
         assert module is not None and self._window is not None
         if not module.automatic_optimization:
@@ -350,7 +365,11 @@ class MegatronStrategy(ParallelStrategy):
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks must call it."""
         if self._grad_norm is None:
-            grads = {name: p.grad for name, p in self.parallel_model.parameters.items() if p.grad is not None}
+            grads = {
+                name: p.grad
+                for name, p in self.parallel_model.parameters.items()
+                if p.grad is not None
+            }
             self._grad_norm = global_grad_norm(grads, self.parallel_model.table, self.mesh)
         return self._grad_norm
 
@@ -367,7 +386,9 @@ class MegatronStrategy(ParallelStrategy):
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(batch, *args, **kwargs)  # type: ignore[union-attr]
 
-    def _manual_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def _manual_backward(
+        self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """As DDP: each backward's own gradients are averaged over replicas, then added to what is there."""
         parameters = self.parallel_model.parameters
         before = {name: p.grad for name, p in parameters.items()}
@@ -386,7 +407,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", batch, args, self.precision_plugin.val_step_context)
+        return self._evaluate(
+            "validation_step", batch, args, self.precision_plugin.val_step_context
+        )
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -394,17 +417,27 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self._run("predict_step", batch, args, self.precision_plugin.predict_step_context, training=False)
+        result = self._run(
+            "predict_step", batch, args, self.precision_plugin.predict_step_context, training=False
+        )
         return _compat.share_predictions(join_step_outputs(result.outputs), self.mesh)
 
-    def _evaluate(self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
+    def _evaluate(
+        self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any]
+    ) -> Any:
         result = self._run(hook, batch, args, context, training=False)
         assert self.lightning_module is not None
         log_published(self.lightning_module, result.published.logs, None)
         return join_step_outputs(result.outputs)
 
     def _run(
-        self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any], *, training: bool
+        self,
+        hook: str,
+        batch: Any,
+        args: tuple[Any, ...],
+        context: Callable[[], Any],
+        *,
+        training: bool,
     ) -> StepResult:
         assert self._runner is not None and self.lightning_module is not None
         micro_batches = self._split(batch)
@@ -414,7 +447,12 @@ class MegatronStrategy(ParallelStrategy):
             batch_index = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
             position = Position(batch_index=batch_index, first_sample=self.mesh.dp.rank * samples)
         return self._runner.run(
-            hook, micro_batches, args, context=context, position=position, reduce_now=training and self._reduce_now
+            hook,
+            micro_batches,
+            args,
+            context=context,
+            position=position,
+            reduce_now=training and self._reduce_now,
         )
 
     def _split(self, batch: Any) -> list[MicroBatch]:
@@ -424,7 +462,10 @@ class MegatronStrategy(ParallelStrategy):
         if custom is not None:
             batch = MicroBatches(custom(batch, size))
         return split_batch(
-            batch, micro_batch_size=size, pipeline_size=self.mesh.pp.size, batch_dims=self._batch_dims
+            batch,
+            micro_batch_size=size,
+            pipeline_size=self.mesh.pp.size,
+            batch_dims=self._batch_dims,
         )
 
     # ------------------------------------------------------------------ collectives that the Trainer uses
@@ -461,11 +502,15 @@ class MegatronStrategy(ParallelStrategy):
         return {}
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         checkpoint_io.save(self, checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return checkpoint_io.load(self, checkpoint_path)
 
     @override

@@ -40,10 +40,14 @@ def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:
 def check_run(strategy: MegatronStrategy, module: LightningModule) -> None:
     """Check module, data module and layout together. No process group is needed, and no file but indexes is opened."""
     world_size = strategy.num_processes * strategy.num_nodes
-    raise_on_first_rank(run_problems(strategy, module, _datamodule(module), world_size), strategy.global_rank)
+    raise_on_first_rank(
+        run_problems(strategy, module, _datamodule(module), world_size), strategy.global_rank
+    )
 
 
-def run_problems(strategy: MegatronStrategy, module: LightningModule, datamodule: Any, world_size: int) -> list[str]:
+def run_problems(
+    strategy: MegatronStrategy, module: LightningModule, datamodule: Any, world_size: int
+) -> list[str]:
     """Every violation that can be known before processes exist."""
     config = strategy.config
     problems: list[str] = []
@@ -62,7 +66,11 @@ def run_problems(strategy: MegatronStrategy, module: LightningModule, datamodule
         if global_size is not None and micro_size is not None:
             problems += check_batch_sizes(config, world_size, micro_size, global_size)
         seq_length = getattr(datamodule, "seq_length", None)
-        if config.sequence_parallel and seq_length is not None and seq_length % config.tensor_parallel_size:
+        if (
+            config.sequence_parallel
+            and seq_length is not None
+            and seq_length % config.tensor_parallel_size
+        ):
             problems.append(
                 f"sequence_parallel=True: seq_length={seq_length} is not a multiple of"
                 f" tensor_parallel_size={config.tensor_parallel_size}; use"
@@ -86,7 +94,10 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
         if network is None:
             return []  # made in configure_model; checked when it is cut
         problems = check_tensor_plan(
-            network, target.plan, config.tensor_parallel_size, sequence_parallel=config.sequence_parallel
+            network,
+            target.plan,
+            config.tensor_parallel_size,
+            sequence_parallel=config.sequence_parallel,
         )
         if config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1:
             stage_layout(network, target.plan, config)
@@ -111,7 +122,9 @@ def check_checkpoint_path(path: Any) -> list[str]:
     """Violation of a `ckpt_path` that names a file or folder which isn't there."""
     if path is None or str(path) in ("last", "best", "hpc", "registry") or "://" in str(path):
         return []
-    return [] if Path(path).exists() else [f"ckpt_path={str(path)!r}: there is no such file or folder"]
+    return (
+        [] if Path(path).exists() else [f"ckpt_path={str(path)!r}: there is no such file or folder"]
+    )
 
 
 def _datamodule(module: LightningModule) -> Any:
@@ -139,7 +152,9 @@ def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | 
     named = getattr(module, "network_attribute", None)
     if named is not None:
         return Target(plan=plan, attribute=named)
-    children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    children = [
+        name for name, child in module.named_children() if any(True for _ in child.parameters())
+    ]
     if len(children) != 1:
         raise ValueError(
             f"{type(module).__name__}: which of {children} does the plan describe? Set the class attribute"
@@ -205,6 +220,11 @@ def report_failure(exception: BaseException, rank: int) -> None:
     if isinstance(exception, (ConfigurationError, SystemExit, KeyboardInterrupt)):
         return
     text = "".join(traceback.format_exception(exception))
-    print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
+    print(
+        "".join(f"[rank {rank}] {line}\n" for line in text.splitlines()),
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         sys.stderr.flush()
