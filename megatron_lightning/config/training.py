@@ -131,8 +131,7 @@ class SchedulerConfig:
         if self.weight_decay_style == "constant" and None not in (start, end) and start != end:
             errors.append(
                 f"scheduler.weight_decay_style='constant' with weight_decay_start={start} and"
-                f" weight_decay_end={end}:"
-                " give both the same value, or choose 'linear' or 'cosine'"
+                f" weight_decay_end={end}: give both the same value, or choose 'linear' or 'cosine'"
             )
         return errors
 
@@ -156,8 +155,7 @@ class SchedulerConfig:
             if decay is not None and warmup is not None and warmup >= decay:
                 errors.append(
                     f"scheduler.lr_warmup_{unit}={warmup}: must be below lr_decay_{unit}={decay},"
-                    " which includes the"
-                    " warm-up"
+                    " which includes the warm-up"
                 )
         return errors
 
@@ -171,7 +169,6 @@ class SchedulerConfig:
         if self.lr_decay_style != "wsd" and given:
             return [
                 "scheduler.lr_wsd_decay_steps: has no meaning for"
-                f" lr_decay_style={self.lr_decay_style!r};"
-                " leave it out or choose 'wsd'"
+                f" lr_decay_style={self.lr_decay_style!r}; leave it out or choose 'wsd'"
             ]
         return []

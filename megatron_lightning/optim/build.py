@@ -84,8 +84,7 @@ def _check_globs(globs: Iterable[str], names: Iterable[str]) -> None:
     if idle:
         raise ValueError(
             f"optimizer.no_decay={idle}: matches none of the {len(names)} parameters (first:"
-            f" {names[:3]});"
-            " correct the glob or remove it"
+            f" {names[:3]}); correct the glob or remove it"
         )
 
 

@@ -255,7 +255,6 @@ class _Lengths:
         if required:
             raise ValueError(
                 f"scheduler.{name}_steps=None: the length of the run is unknown; set"
-                " Trainer(max_steps=...) or"
-                f" {name}_steps"
+                f" Trainer(max_steps=...) or {name}_steps"
             )
         return 0

@@ -1,5 +1,4 @@
-"""Data parallelism: flat gradient buckets that accumulate micro-batches and are summed over the
-replicas.
+"""Data parallelism: flat gradient buckets that sum micro-batches, then replicas.
 
 Gradients are kept as sums in one flat buffer per model chunk and reduced in slices of it (buckets),
 while the backward pass is still running, as in PyTorch DDP (arXiv 2006.15704); they are divided
@@ -13,7 +12,7 @@ ready waits for those before it, and a parameter that gets no gradient merely ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +21,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import Gradient, ParameterInfo
-from megatron_lightning.parallel.collectives import all_reduce_
-from megatron_lightning.parallel.flat import Bucket, Slot, lay_out
+from megatron_lightning.parallel.flat import Bucket, Slot, agree_on_received, lay_out, sum_gradients
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 
 BUCKET_ELEMENTS = 40_000_000
-"""Default bucket size: large enough to reach the full bandwidth of a link, small enough to overlap.
-"""
+"""Default bucket size: large enough for the full bandwidth of a link, small enough to overlap."""
 
 
 class GradientBuckets:
-    """Main gradients of the trainable parameters of this rank, for one accumulation window at a
-    time.
+    """Main gradients of this rank's trainable parameters, for one accumulation window at a time.
 
     The order of calls in a window: `reset`, backward passes of all micro-batches (with `arm(chunk)`
     before the last one of each chunk), `finish(weight)`, `publish`, the optimizer step, `withdraw`.
@@ -72,9 +68,8 @@ class GradientBuckets:
         self._bucket_size = bucket_size
         self._dtype = dtype
         # Collectives of a backward pass over the same group (context or expert parallel ones, when
-        # there is no data
-        # axis beside them) would have to interleave equally with ours on every rank; nothing
-        # guarantees that.
+        # there is no data axis beside them) would have to interleave equally with ours on every
+        # rank; nothing guarantees that.
         shared = [mesh.axis(name).group for name in ("cp", "ep") if mesh.axis(name).size > 1]
         self._overlap = overlap and not any(group is mesh.dp_cp.group for group in shared)
         self._slots: dict[str, Slot] = {}
@@ -132,9 +127,7 @@ class GradientBuckets:
         self._launched = 0
 
     def arm(self, chunk: int = 0) -> None:
-        """Say that the next backward pass of `chunk` is its last one in this window, so buckets
-        start when filled.
-        """
+        """Say that the next backward pass of `chunk` is its last one: buckets start when filled."""
         for bucket in self._buckets if self._overlap else ():
             if bucket.chunk == chunk:
                 bucket.armed = True
@@ -157,8 +150,7 @@ class GradientBuckets:
             self._launch_ready()
 
     def finish(self, weight: Tensor | float) -> None:
-        """Complete the window: sum over replicas, tensor ranks and tied copies, and divide by
-        `weight`.
+        """Complete the window: sum over replicas, tensor ranks and tied copies, divide by `weight`.
 
         `weight` is the global weight of the window, equal on all ranks: its token count, or its
         number of micro-batches over all replicas. With weight 0 the gradients stay as they are:
@@ -171,18 +163,16 @@ class GradientBuckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        self._sum_over(
-            self._mesh.tp, [slot for slot in self._slots.values() if self._is_tensor_partial(slot)]
-        )
-        self._sum_over(self._mesh.axis("edges"), self._tied_slots())
+        partial = [slot for slot in self._slots.values() if self._is_tensor_partial(slot)]
+        sum_gradients(partial, self._mesh.tp)
+        sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
         divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
         divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
         for buffer in self._buffers:
             buffer.div_(divisor)
 
     def publish(self, *, in_parameter_dtype: bool = False) -> None:
-        """Make each parameter's `grad` its main gradient; None where no replica got one in this
-        window.
+        """Make each parameter's `grad` its main gradient; None where no replica got one.
 
         `grad` is the view itself, float32 also for bfloat16 parameters, so hooks and clipping act
         on what the optimizer reads. With `in_parameter_dtype` it is a copy in the parameter's
@@ -202,9 +192,7 @@ class GradientBuckets:
     # ------------------------------------------------------------------ building
 
     def rebuild(self) -> None:
-        """Make new buckets for the parameters that require gradients now; between windows, on every
-        rank.
-        """
+        """Make new buckets for what requires gradients now; between windows, on every rank."""
         self.release()
         self._build()
 
@@ -219,8 +207,7 @@ class GradientBuckets:
         self._launched = 0
 
     def _build(self) -> None:
-        # Backward goes from the last chunk and parameter to the first, so buckets fill in that
-        # order.
+        # Backward goes from the last chunk and parameter to the first, and buckets fill like that.
         for chunk in reversed(range(len(self._chunks))):
             for experts in (False, True):
                 parameters = {
@@ -244,9 +231,7 @@ class GradientBuckets:
         self._buckets.extend(dict.fromkeys(slot.bucket for slot in slots))
         for slot in slots:
             self._slots[slot.name] = slot
-            slot.parameter.grad_dtype = (
-                None  # any: bfloat16 out of autograd, float32 once published
-            )
+            slot.parameter.grad_dtype = None  # any: autograd's own, then that of main gradients
             hook = slot.parameter.register_post_accumulate_grad_hook(self._hook(slot))
             self._handles.append(hook)
 
@@ -275,32 +260,11 @@ class GradientBuckets:
             bucket.work = dist.all_reduce(bucket.data, group=bucket.axis.group, async_op=True)
 
     def _agree_on_received(self) -> None:
-        """Let a parameter count as received where any replica received it, so that all step or none
-        does.
-
-        The result is read, which waits for the device, only on ranks that miss a gradient
-        themselves.
-        """
         slots = list(self._slots.values())
-        if not slots:
-            return
-        self._agree(self._mesh.dp_cp, slots)
-        self._agree(self._mesh.axis("edp"), [slot for slot in slots if slot.info.expert])
-        self._agree(self._mesh.axis("edges"), self._tied_slots())
-
-    def _agree(self, axis: MeshAxis, slots: Sequence[Slot]) -> None:
-        if axis.size == 1 or not slots:
-            return
-        complete = all(slot.received for slot in slots)
-        flags = torch.ones(len(slots), dtype=torch.int32, device=self._mesh.device)
-        if not complete:
-            flags = torch.tensor(
-                [slot.received for slot in slots], dtype=torch.int32, device=self._mesh.device
-            )
-        all_reduce_(flags, axis, "max")
-        if not complete:
-            for slot, flag in zip(slots, flags.tolist(), strict=True):
-                slot.received = bool(flag)
+        agree_on_received(slots, self._mesh.dp_cp)
+        experts = [slot for slot in slots if slot.info.expert]
+        agree_on_received(experts, self._mesh.axis("edp"))
+        agree_on_received(self._tied_slots(), self._mesh.axis("edges"))
 
     def _is_tensor_partial(self, slot: Slot) -> bool:
         if slot.info.split.dim is not None or slot.info.expert:
@@ -313,16 +277,3 @@ class GradientBuckets:
     def _tied_slots(self) -> list[Slot]:
         # A frozen tied parameter has no slot, on either stage.
         return [self._slots[name] for name in self._tied if name in self._slots]
-
-    def _sum_over(self, axis: MeshAxis, slots: Iterable[Slot]) -> None:
-        """Sum the given gradients over `axis` in one flat buffer; the same parameters, in the same
-        order, on each rank.
-        """
-        grads = [slot.main_grad for slot in slots]
-        if axis.size == 1 or not grads:
-            return
-        flat = all_reduce_(torch.cat([grad.flatten() for grad in grads]), axis)
-        parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(
-            grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-        )

@@ -1,4 +1,4 @@
-"""Layout of flat gradient buffers: where each parameter and each bucket begins."""
+"""Flat gradient buffers: where each parameter and each bucket begins, and sums of several views."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import ParameterInfo
+from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.mesh import MeshAxis
 
 ALIGNMENT_ELEMENTS = 32
@@ -89,3 +90,35 @@ def lay_out(
         view = buffer[begin : begin + parameter.numel()].view(parameter.shape)
         slots.append(Slot(name, parameter, table[name], view, bucket))
     return buffer, slots
+
+
+def agree_on_received(slots: Sequence[Slot], axis: MeshAxis) -> None:
+    """Let a parameter count as received where any rank of `axis` received it: all step, or none.
+
+    The result is read, which waits for the device, only on ranks that miss a gradient themselves.
+    """
+    if axis.size == 1 or not slots:
+        return
+    received = [slot.received for slot in slots]
+    device = slots[0].main_grad.device
+    flags = (
+        torch.ones(len(slots), dtype=torch.int32, device=device)
+        if all(received)  # the usual case costs no copy to the device
+        else torch.tensor(received, dtype=torch.int32, device=device)
+    )
+    all_reduce_(flags, axis, "max")
+    if not all(received):
+        for slot, flag in zip(slots, flags.tolist(), strict=True):
+            slot.received = bool(flag)
+
+
+def sum_gradients(slots: Sequence[Slot], axis: MeshAxis) -> None:
+    """Sum the main gradients of `slots` over `axis` as one tensor; equal slots on each rank."""
+    if axis.size == 1 or not slots:
+        return
+    grads = [slot.main_grad for slot in slots]
+    flat = all_reduce_(torch.cat([grad.flatten() for grad in grads]), axis)
+    parts = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(
+        grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+    )

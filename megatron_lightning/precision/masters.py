@@ -91,8 +91,8 @@ class MasterParameters:
         if parameter not in self._names:
             raise ValueError(
                 "configure_optimizers: an optimizer holds a parameter of shape"
-                f" {tuple(parameter.shape)} that is not one"
-                " of the module's; pass parameters of this module only"
+                f" {tuple(parameter.shape)} that is not one of the module's; pass parameters of"
+                " this module only"
             )
         master = self._master_of.get(parameter)
         if master is None:

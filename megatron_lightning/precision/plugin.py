@@ -49,28 +49,32 @@ class MegatronPrecision(Precision):
         ):
             raise ValueError(
                 f"precision plugin {type(self.wrapped).__name__} does not work with"
-                " MegatronStrategy; give the Trainer"
-                f" precision=..., one of {list(POLICIES)}"
+                f" MegatronStrategy; give the Trainer precision=..., one of {list(POLICIES)}"
             )
         if str(requested) in ("16", "16-mixed") and self.precision != "16-mixed":
             raise ValueError(
                 f"precision={requested!r}: there is no float16 training on this device, and"
-                " Lightning would silently use"
-                f" {self.precision!r} instead; ask for precision='bf16-mixed' or '32-true'"
+                f" Lightning would silently use {self.precision!r} instead; ask for"
+                " precision='bf16-mixed' or '32-true'"
             )
-        self.policy: PrecisionPolicy = policy_for(self.precision)
+        policy_for(self.precision)
         self.has_plan = True
         self.grad_norm_fn: GradNorm | None = None
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
-        """Return the plugin for one that Lightning's connector set; called in the strategy's
-        setter.
+        """Return the plugin for the one that Lightning's connector set, in the strategy's setter.
 
         ValueError for precisions that don't work, also where the connector replaced "16-mixed" on
         the CPU.
         """
         return plugin if isinstance(plugin, cls) else cls(plugin, requested=requested_precision())
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """Dtypes of this run: under autocast (no plan) the weights are plain float32."""
+        autocast = not self.has_plan and self.precision == "bf16-mixed"
+        return policy_for("32-true" if autocast else self.precision)
 
     # ------------------------------------------------------------------ conversions and contexts
 

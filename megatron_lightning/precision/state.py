@@ -53,11 +53,9 @@ def check_elementwise(optimizer: Optimizer, split_names: Iterable[str]) -> None:
     if names and not is_elementwise(optimizer):
         raise ValueError(
             f"optimizer={type(optimizer).__qualname__}: it is not known to treat every entry of a"
-            " tensor alone, but"
-            f" {len(names)} parameters are split over ranks (first: {names[0]!r}). Use one of"
-            f" {[known.__name__ for known in ELEMENTWISE_OPTIMIZERS]}, no splitting, or set"
-            " `elementwise = True` on its"
-            " class if it is"
+            f" tensor alone, but {len(names)} parameters are split over ranks (first:"
+            f" {names[0]!r}). Use one of {[known.__name__ for known in ELEMENTWISE_OPTIMIZERS]}, no"
+            " splitting, or set `elementwise = True` on its class if it is"
         )
 
 

@@ -59,19 +59,24 @@ def _loss_sum(model: nn.Module, x: Tensor, weights: Tensor, branch: bool) -> Ten
 
 
 def _rank_gradients(
-    rank: int, world_size: int, overlap: bool, bucket_size: int, dtype: torch.dtype
+    rank: int,
+    world_size: int,
+    overlap: bool,
+    bucket_size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> dict[str, Tensor | None]:
-    mesh = ParallelMesh.build(device=CPU)
-    model = Branches().to(dtype)
+    mesh = ParallelMesh.build(device=torch.device(device))
+    model = Branches().to(device=device, dtype=dtype)
     named = dict(model.named_parameters())
     table = {name: _info(name, tuple(p.shape), replicated()) for name, p in named.items()}
     buckets = GradientBuckets(
         named, table, mesh, sequence_parallel=False, bucket_size=bucket_size, overlap=overlap
     )
-    batches = _micro_batches(rank)
+    batches = [(x.to(device), w.to(device), branch) for x, w, branch in _micro_batches(rank)]
     for _ in range(2):  # twice: a window leaves nothing behind
         buckets.reset()
-        weight = torch.zeros(())
+        weight = torch.zeros((), device=device)
         for index, (x, weights, branch) in enumerate(batches):
             if index == len(batches) - 1:
                 buckets.arm()
@@ -80,7 +85,7 @@ def _rank_gradients(
         torch.distributed.all_reduce(weight)
         buckets.finish(weight)
         buckets.publish()
-    return {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+    return {name: None if p.grad is None else p.grad.cpu().clone() for name, p in named.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -103,6 +108,21 @@ def test_gradients_equal_the_sum_in_one_process(
                 continue
             torch.testing.assert_close(result[name], p.grad / weight, rtol=1e-5, atol=1e-6)
             assert torch.equal(result[name], results[0][name]), (name, rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_equal_one_process_under_nccl(overlap: bool) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    results = run_ranks(_rank_gradients, 2, overlap, 64, torch.float32, "cuda", backend="nccl")
+    wanted = run_ranks(_rank_gradients, 2, overlap, 64, torch.float32)
+    for name, gradient in wanted[0].items():
+        for result in results:
+            if gradient is None:
+                assert result[name] is None
+            else:
+                torch.testing.assert_close(result[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_parameters_are_reduced_in_float32() -> None:

@@ -52,6 +52,15 @@ def test_large_tensors_lose_no_digits_on_the_cpu() -> None:
     assert got.item() == pytest.approx(grads["a"].double().norm().item(), rel=1e-7)
 
 
+@pytest.mark.gpu
+def test_large_tensors_lose_no_digits_on_a_gpu() -> None:
+    grads = {"a": torch.full((10_000_000,), 0.1, device="cuda")}
+    got = global_grad_norm(grads, _table(grads), ParallelMesh.single("cuda"))
+    assert got.item() == pytest.approx(grads["a"].double().norm().item(), rel=1e-6)
+    clip_by_norm(grads.values(), got, 1.0)
+    assert grads["a"].double().norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
 def test_no_gradients_have_norm_zero() -> None:
     assert global_grad_norm({}, {}, ParallelMesh.single()).item() == 0.0
 

@@ -87,6 +87,26 @@ def test_training_equals_a_handwritten_loop_with_masters_bitwise() -> None:
         assert torch.equal(optimizer.state[master]["exp_avg"], m[n])
 
 
+@pytest.mark.gpu
+def test_masters_under_the_fused_optimizer_equal_the_cpu() -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        named = {"w": nn.Parameter(network()[0].weight.detach().to(device))}
+        optimizer = build_optimizer(named, OptimizerConfig(lr=1e-2))
+        assert bool(optimizer.param_groups[0].get("fused")) is (device == "cuda")
+        masters = MasterParameters(optimizer, named)
+        named["w"].grad_dtype = None
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            named["w"].grad = torch.randn(16, 6, generator=generator).to(device)
+            masters.attach_gradients()
+            optimizer.step()
+            masters.copy_to_model()
+        found[device] = masters.named_masters()["w"].detach().cpu()
+        assert torch.equal(named["w"].detach().cpu(), found[device].bfloat16())
+    torch.testing.assert_close(found["cuda"], found["cpu"], rtol=1e-5, atol=1e-6)
+
+
 def test_groups_keep_their_identity_and_float32_parameters_their_place() -> None:
     low = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     full = nn.Parameter(torch.ones(2))

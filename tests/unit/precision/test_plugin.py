@@ -77,7 +77,10 @@ def test_a_plan_switches_conversions_and_autocast_off() -> None:
             assert torch.get_default_dtype() is torch.float32
         assert plugin.convert_module(linear).weight.dtype is torch.float32
         assert plugin.convert_input(x).dtype is torch.float32
+        assert plugin.policy.params_dtype is torch.bfloat16
         plugin.has_plan = False
+    assert mixed.policy.params_dtype is torch.float32
+    assert half.policy.params_dtype is torch.bfloat16
     with mixed.val_step_context():
         assert linear(x).dtype is torch.bfloat16
     with half.forward_context():
