@@ -109,35 +109,83 @@ class ReferenceAttention(nn.Module):
 
 
 class FusedAttention(ReferenceAttention):
-    """`scaled_dot_product_attention` of torch: a flash, memory-efficient or cuDNN kernel where one
+    """`scaled_dot_product_attention` of torch: a flash, memory-efficient or cuDNN kernel that
     fits.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(S, B, N, D), (S, B, G, D), (S, B, G, D) -> (S, B, N * D). Query head i reads group i * G
-        // N.
+        """(S, B, N, D), (S, B, G, D), (S, B, G, D) -> (S, B, N * D).
+
+        Query head i reads group i * G // N.
         """
-        length = query.shape[0]
         query, key, value = (
             x.permute(1, 2, 0, 3) for x in (query, key, value)
         )  # (B, N or G, S, D)
-        mask = None
-        if 0 < self.window_size < length:
-            mask = causal_mask(length, self.window_size, query.device)
-            # The kernels that take a mask do not take fewer key heads than query heads.
-            key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
         with self.dropout.fused(query.device) as probability:
-            context = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=probability,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=key.shape[1] != query.shape[1],
-            )  # (B, N, S, D)
+            if 0 < self.window_size < query.shape[2]:
+                context = sliding_attention(
+                    query,
+                    key,
+                    value,
+                    window_size=self.window_size,
+                    scale=self.scale,
+                    dropout_p=probability,
+                )
+            else:
+                context = full_attention(query, key, value, scale=self.scale, dropout_p=probability)
         return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * D)
+
+
+def full_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout_p: float = 0.0
+) -> Tensor:
+    """Causal attention without a mask in memory: (B, N, S, D), (B, G, S, D) twice -> (B, N, S,
+    D).
+    """
+    grouped = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+
+
+def sliding_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window_size: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Causal attention to the last `window_size` < S keys, in time and memory of S * window_size.
+
+    The first block of `window_size` queries is plainly causal. Each later block sees parts of the
+    block before it and of itself, under one mask that all these blocks share. Shapes as in
+    `full_attention`.
+    """
+    length, width = query.shape[2], window_size
+    first = full_attention(
+        *(x[:, :, :width] for x in (query, key, value)), scale=scale, dropout_p=dropout_p
+    )
+    padding = -length % width  # at the end, where no true query looks
+    query, key, value = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+    queries = query[:, :, width:].unflatten(2, (-1, width))  # (B, N, blocks, W, D)
+    # The kernels that take a mask do not take fewer key heads than query heads.
+    keys, values = (
+        repeat_heads(x.unfold(2, 2 * width, width).transpose(-1, -2), query.shape[1])
+        for x in (key, value)
+    )  # (B, N, blocks, 2W, D)
+    row = torch.arange(width, device=query.device)[:, None]
+    column = torch.arange(2 * width, device=query.device)[None, :]
+    mask = (column > row) & (column <= row + width)  # row is query number W + row of the 2W keys
+    later = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (queries, keys, values)),
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        scale=scale,
+    )  # (B * blocks, N, W, D)
+    later = later.unflatten(0, (first.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first, later[:, :, : length - width]), dim=2)  # (B, N, S, D)
 
 
 def causal_mask(length: int, window_size: int, device: torch.device) -> Tensor:
@@ -151,5 +199,5 @@ def causal_mask(length: int, window_size: int, device: torch.device) -> Tensor:
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, G, S, D) -> (B, heads, S, D), each group repeated for its query heads."""
+    """(B, G, ...) -> (B, heads, ...), each group repeated for its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
