@@ -18,7 +18,9 @@ SEQUENCE, VOCABULARY = 16, 257
 
 
 def tiny_config(**changes: Any) -> GPTConfig:
-    """The tiny decoder of the reported cases: hidden 64, 4 query and 2 key/value heads, 4 layers, vocabulary 257."""
+    """The tiny decoder of the reported cases: hidden 64, 4 query and 2 key/value heads, 4 layers,
+    vocabulary 257.
+    """
     values = dict(
         vocab_size=VOCABULARY,
         num_layers=4,
@@ -33,7 +35,9 @@ def tiny_config(**changes: Any) -> GPTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run: a layout, a model, and how the Trainer is set. Travels to the ranks by pickle."""
+    """One training run: a layout, a model, and how the Trainer is set. Travels to the ranks by
+    pickle.
+    """
 
     config: GPTConfig = field(default_factory=tiny_config)
     layout: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +51,9 @@ class Run:
 
 
 class TokenBatches:
-    """This data rank's slice of deterministic global batches. Not a DataLoader, so Lightning leaves it alone."""
+    """This data rank's slice of deterministic global batches. Not a DataLoader, so Lightning
+    leaves it alone.
+    """
 
     def __init__(self, run: Run, batches: int, rank: int, size: int) -> None:
         self.run, self.batches, self.rank, self.size = run, batches, rank, size
@@ -122,7 +128,9 @@ class Recorder(L.Callback):
 
 
 def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
-    """{name: (global shape, offsets, sizes, local box)} of parameters or gradients that this rank holds."""
+    """{name: (global shape, offsets, sizes, local box)} of parameters or gradients that this rank
+    holds.
+    """
     model = trainer.strategy.parallel_model
     found = {}
     for name, parameter in model.parameters.items():
@@ -176,7 +184,9 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
 
 
 def assemble(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Whole tensors from the boxes of all ranks; replicas must agree bitwise, and nothing may be missing."""
+    """Whole tensors from the boxes of all ranks; replicas must agree bitwise, and nothing may be
+    missing.
+    """
     whole: dict[str, Tensor] = {}
     for part in parts:
         for name, (shape, offsets, sizes, local) in part.items():
@@ -193,7 +203,9 @@ def assemble(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
 def assert_same_training(
     ranks: list[dict[str, Any]], single: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Losses, norms, gradients, weights of a parallel run against one process, by the tolerance table."""
+    """Losses, norms, gradients, weights of a parallel run against one process, by the tolerance
+    table.
+    """
     first = assemble([rank["initial"] for rank in ranks])
     expected = assemble([single["initial"]])
     assert first.keys() == expected.keys()
@@ -229,7 +241,9 @@ def assert_same_training(
 
 
 def _zero_gradient(name: str, like: Tensor) -> Tensor | None:
-    """Biases added to every key alike (without rotation) have no true gradient: softmax cancels them."""
+    """Biases added to every key alike (without rotation) have no true gradient: softmax cancels
+    them.
+    """
     if name.endswith("k_layernorm.bias"):
         return torch.ones_like(like, dtype=torch.bool)
     if not name.endswith("linear_qkv.bias"):

@@ -68,6 +68,20 @@ class Box:
             offsets[dim], sizes[dim] = start, size
         return rest
 
+    def cut(self, parts: int) -> "list[Box]":
+        """This box as about `parts` boxes of about equal size, cut along the leading dims."""
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if parts <= 1 or dim is None:
+            return [self]
+        size = self.sizes[dim]
+        count = min(parts, size)
+        edges = [size * i // count for i in range(count + 1)]
+        pieces = [
+            Box(_put(self.offsets, dim, self.offsets[dim] + a), _put(self.sizes, dim, b - a))
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
+        return [part for piece in pieces for part in piece.cut(parts // count)]
+
     def slices(self) -> tuple[slice, ...]:
         """The index expression that takes this box out of a tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.offsets, self.sizes, strict=True))

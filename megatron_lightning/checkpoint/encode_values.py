@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_lightning.checkpoint.files import flatten
 from megatron_lightning.checkpoint.index import DTYPES, dtype_name
 
 TAG = "$"
@@ -130,8 +131,7 @@ def scalar_from_json(node: dict[str, Any]) -> np.generic:
 
 def tensor_to_json(tensor: torch.Tensor) -> dict[str, Any]:
     """A small tensor with its exact bits."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes()
+    data = flatten(tensor.cpu()).view(torch.uint8).numpy().tobytes()
     return {
         TAG: "tensor",
         "dtype": dtype_name(tensor.dtype),

@@ -40,7 +40,7 @@ class DataFileWriter:
         """
         self._append(bytes(-self.size % _ALIGNMENT))
         start, crc = self.size, 0
-        flat = view.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = flatten(view)
         for block in flat.split(max(1, _BLOCK // flat.element_size())):
             data = block.cpu().view(torch.uint8).numpy().data
             crc = zlib.crc32(data, crc)
@@ -66,6 +66,12 @@ class DataFileWriter:
             if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order with stride 1, not copied if they lie so already."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,))  # a single element may have had another stride
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -164,4 +170,7 @@ class DataFileReader:
 
 
 def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+    matches = target.device.type == "cpu" and target.dtype == dtype
+    return (
+        matches and target.is_contiguous() and target.numel() > 1
+    )  # a single one may have any stride

@@ -4,6 +4,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 1
 """Version of the whole format (docs/checkpoint.md); readers refuse a newer one."""
 
+_NOT_PLAIN = re.compile(r"torch\.(q|bits|u?int[1-7]$)")  # quantised, or without operations
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+    if isinstance(dtype, torch.dtype) and not _NOT_PLAIN.match(str(dtype))
 }
 """Every torch dtype that is plain memory, by its name without `torch.`."""
 

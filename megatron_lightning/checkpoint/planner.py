@@ -8,6 +8,7 @@ public planner interface and works with `dcp.save` as well.
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,10 +73,15 @@ class _Holders:
     ranks: dict[Box, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
+_Task = tuple[str, Box, list[int]]  # a box to be written, and the ranks that hold it
+_SMALL_BYTES = 2**20  # smaller boxes are not worth cutting
+
+
 def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     """The plans of all ranks with every element of every tensor in exactly one of them."""
     tensors = _collect(plans)
-    forced, free = [], []
+    forced: list[_Task] = []
+    free: list[_Task] = []
     incomplete = []
     for name, holders in tensors.items():
         pieces = cut_overlaps(holders.ranks)
@@ -94,6 +100,7 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
         )
 
     load = [0] * len(plans)
+    free = _cut_large(free, tensors, sum(map(_bytes, tensors.values())) // len(plans))
     chosen: list[dict[str, list[Box]]] = [defaultdict(list) for _ in plans]
     free.sort(key=lambda task: -task[1].numel * tensors[task[0]].dtype.itemsize)
     for name, piece, ranks in forced + free:
@@ -101,6 +108,20 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
         load[rank] += piece.numel * tensors[name].dtype.itemsize
         chosen[rank][name].append(piece)
     return [_with_boxes(plan, chosen[rank], tensors) for rank, plan in enumerate(plans)]
+
+
+def _cut_large(free: list[_Task], tensors: Mapping[str, _Holders], fair_share: int) -> list[_Task]:
+    """Cut replicated boxes that are large beside the share of a rank, so that shares can be equal."""
+    limit = max(_SMALL_BYTES, fair_share // 8)
+    tasks = []
+    for name, piece, ranks in free:
+        parts = -(-piece.numel * tensors[name].dtype.itemsize // limit)
+        tasks += [(name, part, ranks) for part in piece.cut(parts)]
+    return tasks
+
+
+def _bytes(holders: _Holders) -> int:
+    return math.prod(holders.shape) * holders.dtype.itemsize
 
 
 def _collect(plans: list[SavePlan]) -> dict[str, _Holders]:

@@ -1,4 +1,6 @@
-"""What the user says about the layout: degrees of parallelism, pipeline, data parallelism, processes. Pure data."""
+"""What the user says about the layout: degrees of parallelism, pipeline, data parallelism,
+processes. Pure data.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class PipelineConfig:
     schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards: one-forward-one-backward, or all forwards first (gpipe)."""
     layout: str | Sequence[Sequence[str]] | None = None
-    """Explicit stages, e.g. "Et*3|t*4|t*4|t*2L" (E embedding, t layer, L head, | cut); None: balanced by cost."""
+    """Explicit stages, e.g. "Et*3|t*4|t*4|t*2L" (E embedding, t layer, L head, | cut); None:
+    balanced by cost."""
     embedding_cost: float = 0.25
     """Cost of the embedding in units of one layer, for the balanced split."""
     head_cost: float = 1.0
@@ -31,9 +34,11 @@ class DataParallelConfig:
     """Gradient buckets over the data axis."""
 
     bucket_size: int = 40_000_000
-    """Elements of one flat gradient bucket; the reduction of a full bucket overlaps with the rest of backward."""
+    """Elements of one flat gradient bucket; the reduction of a full bucket overlaps with the rest
+    of backward."""
     overlap_grad_reduce: bool = True
-    """Start a bucket's reduction as soon as its gradients are complete; False: all of them after backward."""
+    """Start a bucket's reduction as soon as its gradients are complete; False: all of them after
+    backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,8 @@ class RuntimeConfig:
     """Processes, groups and random numbers."""
 
     launcher: LauncherName = "auto"
-    """Who starts the ranks when nothing outside does: script (run the script again), fork, or auto (fork in notebooks)."""
+    """Who starts the ranks when nothing outside does: script (run the script again), fork, or auto
+    (fork in notebooks)."""
     backend: str | None = None
     """torch.distributed backend; None: nccl on CUDA, gloo on CPU."""
     timeout_seconds: float = 600.0
@@ -49,7 +55,8 @@ class RuntimeConfig:
     seed: int | None = None
     """Seed of initial weights and dropout; None: the one of `seed_everything`, else 1234."""
     exact_dropout: bool = False
-    """Draw dropout masks by global position, so that layouts can be compared with dropout on (slow, tests and verify)."""
+    """Draw dropout masks by global position, so that layouts can be compared with dropout on
+    (slow, tests and verify)."""
     axis_order: Sequence[str] = ("pp", "dp", "cp", "tp")
     """Axes from slowest to fastest varying; the last holds neighbouring ranks."""
 
@@ -62,7 +69,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     sequence_parallel: bool = False
     micro_batch_size: int | None = None
-    """Samples a data-parallel rank runs in one forward; None: the data module's, else derived from the batch."""
+    """Samples a data-parallel rank runs in one forward; None: the data module's, else derived from
+    the batch."""
     pipeline: PipelineConfig = PipelineConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -1,7 +1,9 @@
-"""How a network may be cut: the split table for tensor parallelism and the stage names for pipelining.
+"""How a network may be cut: the split table for tensor parallelism and the stage names for
+pipelining.
 
-Pure data, no torch.distributed. A `ParallelPlan` is written once per model family (`models/plans.py`) or by the user
-for an own network. It names what is split, never how the mathematics changes: the layers stay those of one GPU.
+Pure data, no torch.distributed. A `ParallelPlan` is written once per model family
+(`models/plans.py`) or by the user for an own network. It names what is split, never how the
+mathematics changes: the layers stay those of one GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Role(StrEnum):
     VOCABULARY = "vocabulary"
     """Rows are token ids; lookups outside the own rows give zero and are summed over the axis."""
     FOLLOWS = "follows"
-    """Split along with its module (a column-split module's bias); it brings no communication of its own."""
+    """Split along with its module (a column-split module's bias); it brings no communication of
+    its own."""
     REPLICATED = "replicated"
     """Every tensor rank holds the whole parameter."""
 
@@ -37,12 +40,15 @@ class Gradient(StrEnum):
     SEQUENCE = "sequence"
     """Only the own part of the sequence when sequence parallelism is on, else whole."""
     PARTIAL = "partial"
-    """Always a part, since the parameter is shared by heads or columns that are split (query/key norms)."""
+    """Always a part, since the parameter is shared by heads or columns that are split (query/key
+    norms)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One row of the table: what tensor parallelism does to the parameters that a name glob matches."""
+    """One row of the table: what tensor parallelism does to the parameters that a name glob
+    matches.
+    """
 
     role: Role
     dim: int | None = None
@@ -55,7 +61,8 @@ class Split:
     def __post_init__(self) -> None:
         if (self.role is Role.REPLICATED) != (self.dim is None):
             raise ValueError(
-                f"Split(role={self.role.value!r}, dim={self.dim}): a replicated parameter has no dim and every other one"
+                f"Split(role={self.role.value!r}, dim={self.dim}): a replicated parameter has no "
+                f"dim and every other one"
                 " needs it; use column(), row(), vocabulary(), follows() or replicated()"
             )
 
@@ -76,7 +83,9 @@ def vocabulary() -> Split:
 
 
 def follows(dim: int = 0) -> Split:
-    """Split like the module's weight, with no communication of its own (biases of column-split layers)."""
+    """Split like the module's weight, with no communication of its own (biases of column-split
+    layers).
+    """
     return Split(role=Role.FOLLOWS, dim=dim)
 
 
@@ -90,44 +99,56 @@ class ParallelPlan:
     """The split table and the stage names of one model family."""
 
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Glob over parameter names relative to the network -> split. Every parameter must match exactly one row."""
+    """Glob over parameter names relative to the network -> split. Every parameter must match
+    exactly one row."""
     layers: str | None = None
-    """Path of the ModuleList or ModuleDict whose entries the pipeline deals out; None: the network can't be pipelined."""
+    """Path of the ModuleList or ModuleDict whose entries the pipeline deals out; None: the network
+    can't be pipelined."""
     first: tuple[str, ...] = ()
     """Paths of modules that live on the first stage only (embeddings)."""
     last: tuple[str, ...] = ()
     """Paths of modules that live on the last stage only (final norm, head)."""
     tied: tuple[tuple[str, str], ...] = ()
-    """Pairs (owner, user) of parameter names that are one parameter; the user's stage holds a copy of it."""
+    """Pairs (owner, user) of parameter names that are one parameter; the user's stage holds a copy
+    of it."""
     sequence_dim: int = 0
-    """Dim of the hidden activation that sequence parallelism scatters: 0 for (S, B, H), 1 for (B, S, H)."""
+    """Dim of the hidden activation that sequence parallelism scatters: 0 for (S, B, H), 1 for (B,
+    S, H)."""
 
     def split_of(self, name: str) -> Split:
-        """Return the one row that matches parameter `name`; ValueError when none or several match."""
+        """Return the one row that matches parameter `name`; ValueError when none or several
+        match.
+        """
         hits = [glob for glob in self.splits if fnmatchcase(name, glob)]
         if len(hits) == 1:
             return self.splits[hits[0]]
         if not hits:
             raise ValueError(
-                f"plan.splits: no row matches parameter {name!r}; add one, e.g. {name!r}: replicated()"
+                f"plan.splits: no row matches parameter {name!r}; add one, e.g. {name!r}: "
+                f"replicated()"
             )
         raise ValueError(f"plan.splits: parameter {name!r} matches {hits}; make the globs disjoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterInfo:
-    """What one parameter is and which box of its global tensor this rank holds. One table per rank, keyed by name."""
+    """What one parameter is and which box of its global tensor this rank holds. One table per
+    rank, keyed by name.
+    """
 
     name: str
-    """Canonical name: that of the LightningModule's state dict in one process, whatever the layout."""
+    """Canonical name: that of the LightningModule's state dict in one process, whatever the
+    layout."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     """Where this rank's box begins in the global tensor."""
     sizes: tuple[int, ...]
-    """Extent of the box. The local tensor may be longer along the split dim (vocabulary padding)."""
+    """Extent of the box. The local tensor may be longer along the split dim (vocabulary
+    padding)."""
     split: Split
     tied_copy: bool = False
-    """True on the stage that holds only a copy of a tied parameter; its owner is on another stage."""
+    """True on the stage that holds only a copy of a tied parameter; its owner is on another
+    stage."""
     expert: bool = False
     """True for expert parameters, which live on the expert view of the mesh."""
 
@@ -143,6 +164,7 @@ _CHUNK = re.compile(r"(^|\.)chunks\.\d+\.")
 def canonical_name(name: str) -> str:
     """Name of a parameter in one process, from its name in a module cut into pipeline chunks.
 
-    `network.chunks.1.decoder.layers.3.weight` -> `network.decoder.layers.3.weight`; other names stay.
+    `network.chunks.1.decoder.layers.3.weight` -> `network.decoder.layers.3.weight`; other names
+    stay.
     """
     return _CHUNK.sub(r"\1", name)

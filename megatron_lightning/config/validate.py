@@ -1,6 +1,8 @@
-"""Checks of a layout against itself and the world. One small function a rule; all violations are reported at once.
+"""Checks of a layout against itself and the world. One small function a rule; all violations are
+reported at once.
 
-A rule returns None or one explained error: field, value, what would fit. Pure: usable before any process exists.
+A rule returns None or one explained error: field, value, what would fit. Pure: usable before any
+process exists.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def _micro_batch_size(config: ParallelConfig) -> str | None:
 def _sequence_parallel(config: ParallelConfig) -> str | None:
     if config.sequence_parallel and config.tensor_parallel_size == 1:
         return (
-            "sequence_parallel=True with tensor_parallel_size=1: it splits the sequence over the tensor axis;"
+            "sequence_parallel=True with tensor_parallel_size=1: it splits the sequence over the "
+            "tensor axis;"
             " set tensor_parallel_size to 2 or more, or sequence_parallel=False"
         )
     return None
@@ -62,7 +65,8 @@ def _schedule(config: ParallelConfig) -> str | None:
         return f"pipeline.schedule={config.pipeline.schedule!r}: choose one of {known}"
     if config.pipeline.schedule == "gpipe" and config.pipeline.virtual_pipeline_size > 1:
         return (
-            f"pipeline.schedule='gpipe' with pipeline.virtual_pipeline_size={config.pipeline.virtual_pipeline_size}:"
+            f"pipeline.schedule='gpipe' with "
+            f"pipeline.virtual_pipeline_size={config.pipeline.virtual_pipeline_size}:"
             " virtual stages are interleaved 1F1B; set schedule='1f1b' or virtual_pipeline_size=1"
         )
     return None
@@ -78,7 +82,10 @@ def _launcher(config: ParallelConfig) -> str | None:
 def _axis_order(config: ParallelConfig) -> str | None:
     order = tuple(config.runtime.axis_order)
     if sorted(order) != ["cp", "dp", "pp", "tp"]:
-        return f"runtime.axis_order={order}: it must name each of pp, dp, cp and tp once, e.g. ('pp', 'dp', 'cp', 'tp')"
+        return (
+            f"runtime.axis_order={order}: it must name each of pp, dp, cp and tp once, e.g."
+            " ('pp', 'dp', 'cp', 'tp')"
+        )
     return None
 
 
@@ -128,7 +135,8 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
         {max(product, world_size // product * product), (world_size // product + 1) * product}
     )
     return [
-        f"devices x num_nodes = {world_size} ranks: tensor_parallel_size={config.tensor_parallel_size} x"
+        f"devices x num_nodes = {world_size} ranks: "
+        f"tensor_parallel_size={config.tensor_parallel_size} x"
         f" pipeline_parallel_size={config.pipeline_parallel_size} = {product} does not divide it;"
         f" use {' or '.join(map(str, nearest))} ranks, or other sizes"
     ]
@@ -137,7 +145,8 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
 def check_batch_sizes(
     config: ParallelConfig, world_size: int, micro_batch_size: int, global_batch_size: int
 ) -> list[str]:
-    """Violations of global_batch_size = micro_batch_size x data_parallel_size x a whole number of micro-batches."""
+    """Violations of global_batch_size = micro_batch_size x data_parallel_size x a whole number of
+    micro-batches."""
     if world_size % config.model_parallel_size:
         return []
     data_parallel_size = world_size // config.model_parallel_size
@@ -148,6 +157,7 @@ def check_batch_sizes(
         {max(step, global_batch_size // step * step), (global_batch_size // step + 1) * step}
     )
     return [
-        f"global_batch_size={global_batch_size}: not a multiple of micro_batch_size={micro_batch_size} x"
+        f"global_batch_size={global_batch_size}: not a multiple of "
+        f"micro_batch_size={micro_batch_size} x"
         f" data_parallel_size={data_parallel_size} = {step}; use {' or '.join(map(str, fits))}"
     ]

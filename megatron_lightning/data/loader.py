@@ -99,7 +99,7 @@ class StatefulLoader:
             self.position.epoch = epoch
 
     def __len__(self) -> int:
-        """Batches in a whole pass, even when resumed inside one: Lightning counts from its start."""
+        """Batches in a whole pass, even if resumed inside one: Lightning counts from its start."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,4 +1,6 @@
-"""A network in one process, whole: for use outside of a Trainer and under Lightning's own strategies."""
+"""A network in one process, whole: for use outside of a Trainer and under Lightning's own
+strategies.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def materialise_whole(
     prefix: str,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Give a network on the meta device all its initial values, bitwise those of any layout with this seed.
+    """Give a network on the meta device all its initial values, bitwise those of any layout with
+    this seed.
 
     `prefix` stands before the parameter names, e.g. "network.": values are drawn by canonical name.
     """

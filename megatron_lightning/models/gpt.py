@@ -1,4 +1,6 @@
-"""`GPTModel`: decoder-only language model as a LightningModule, from a config, a preset or a checkpoint."""
+"""`GPTModel`: decoder-only language model as a LightningModule, from a config, a preset or a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ LossNormalization = Literal["token", "micro_batch"]
 
 
 class GPTModel(MegatronModule):
-    """Next-token prediction with AdamW and a warm-up schedule; every hook may be overridden as in any LightningModule.
+    """Next-token prediction with AdamW and a warm-up schedule; every hook may be overridden as in
+    any LightningModule.
 
-    Batches are dicts of `tokens`, `labels` (already shifted), `loss_mask` and optionally `position_ids`, each (B, S).
+    Batches are dicts of `tokens`, `labels` (already shifted), `loss_mask` and optionally
+    `position_ids`, each (B, S).
 
-    `loss_normalization`: "token" divides the window's summed loss by all its tokens, whatever the micro-batches and
-    ranks; "micro_batch" averages the means of micro-batches equally, as Megatron-Core does by default.
+    `loss_normalization`: "token" divides the window's summed loss by all its tokens, whatever the
+    micro-batches and ranks; "micro_batch" averages the means of micro-batches equally, as
+    Megatron-Core does by default.
     """
 
     def __init__(
@@ -52,7 +57,9 @@ class GPTModel(MegatronModule):
 
     @classmethod
     def from_preset(cls, name: str, **kwargs: Any) -> Self:
-        """Make a published architecture by name, e.g. `llama3-8b`; `kwargs` go to the constructor."""
+        """Make a published architecture by name, e.g. `llama3-8b`; `kwargs` go to the
+        constructor.
+        """
         return cls(preset_config(name), **kwargs)
 
     def build_network(self, device: str | None = None) -> nn.Module:
@@ -64,7 +71,9 @@ class GPTModel(MegatronModule):
         return gpt_plan(self.config)
 
     def check_data(self, data: Any) -> list[str]:
-        """What doesn't fit between the model and a `PretrainingDataModule`, before anything is started."""
+        """What doesn't fit between the model and a `PretrainingDataModule`, before anything is
+        started.
+        """
         problems = []
         vocab_size, seq_length = (
             getattr(data, "vocab_size", None),
@@ -72,7 +81,8 @@ class GPTModel(MegatronModule):
         )
         if vocab_size is not None and vocab_size > self.config.vocab_size:
             problems.append(
-                f"config.vocab_size={self.config.vocab_size}: the data have {vocab_size} token ids; set it to {vocab_size}"
+                f"config.vocab_size={self.config.vocab_size}: the data have {vocab_size} token "
+                f"ids; set it to {vocab_size}"
             )
         limit = self.config.max_position_embeddings
         if (
@@ -81,7 +91,8 @@ class GPTModel(MegatronModule):
             and seq_length > limit
         ):
             problems.append(
-                f"seq_length={seq_length}: above config.max_position_embeddings={limit}, the learned positions there are;"
+                f"seq_length={seq_length}: above config.max_position_embeddings={limit}, the "
+                f"learned positions there are;"
                 " shorten the samples or raise it"
             )
         return problems
@@ -151,7 +162,9 @@ class GPTModel(MegatronModule):
         end_token: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue `tokens`, (B, S) or one sequence, by up to `max_new_tokens` ids; the whole model is in this process."""
+        """Continue `tokens`, (B, S) or one sequence, by up to `max_new_tokens` ids; the whole
+        model is in this process.
+        """
         prompt = torch.as_tensor(tokens)
         prompt = prompt.unsqueeze(0) if prompt.dim() == 1 else prompt
         network = self.built_network()

@@ -1,8 +1,8 @@
 """`MegatronModule`: a LightningModule whose network is built late and described by a plan.
 
-Construction is free: it keeps configs. The network is built on the meta device in `configure_model` when the strategy
-gives it its values (each rank only its part), and as a whole, with the same values, under any other strategy or at the
-first call outside of a Trainer.
+Construction is free: it keeps configs. The network is built on the meta device in
+`configure_model` when the strategy gives it its values (each rank only its part), and as a whole,
+with the same values, under any other strategy or at the first call outside of a Trainer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class MegatronModule(LightningModule, ABC):
         return self.built_network()(*args, **kwargs)
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name -> global shape of every parameter of the whole network, whatever this rank holds."""
+        """Canonical name -> global shape of every parameter of the whole network, whatever this
+        rank holds.
+        """
         whole = self.build_network("meta")
         return {
             f"{self.network_attribute}.{name}": tuple(p.shape)
@@ -101,10 +103,11 @@ class MegatronModule(LightningModule, ABC):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make the module of a checkpoint folder, whole in this process, whatever layout it was saved in.
+        """Make the module of a checkpoint folder, whole in this process, whatever layout it was
+        saved in.
 
-        Constructor arguments come from the checkpoint; `kwargs` replace them. Raises CheckpointError when the folder is
-        no valid checkpoint or its tensors don't fit.
+        Constructor arguments come from the checkpoint; `kwargs` replace them. Raises
+        CheckpointError when the folder is no valid checkpoint or its tensors don't fit.
         """
         if hparams_file is not None:
             raise ValueError(

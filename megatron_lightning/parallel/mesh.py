@@ -1,8 +1,9 @@
 """The one topology object: which ranks share what, as a frozen value that is handed down.
 
-Rank arithmetic is pure (`rank_lists`) and needs no process group. Two views cover the same ranks (parallel folding,
-Megatron-Core MoE, arXiv 2504.14960): the dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, etp). Groups of
-equal rank lists are made once and shared. There is no module state: a mesh is a value that the strategy owns.
+Rank arithmetic is pure (`rank_lists`) and needs no process group. Two views cover the same ranks
+(parallel folding, Megatron-Core MoE, arXiv 2504.14960): the dense view (pp, dp, cp, tp) and the
+expert view (pp, edp, ep, etp). Groups of equal rank lists are made once and shared. There is no
+module state: a mesh is a value that the strategy owns.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def rank_lists(
 ) -> list[tuple[int, ...]]:
     """Rank lists of the groups that span `axes` jointly.
 
-    `order` names the axes from slowest to fastest varying, so the last one holds neighbouring ranks. Ranks of a list
-    run in `order`'s order, whatever the order of `axes`. Raises ValueError for an unknown or repeated axis.
+    `order` names the axes from slowest to fastest varying, so the last one holds neighbouring
+    ranks. Ranks of a list run in `order`'s order, whatever the order of `axes`. Raises ValueError
+    for an unknown or repeated axis.
     """
     if len(set(axes)) != len(axes) or not set(axes) <= set(order):
         raise ValueError(f"axes={tuple(axes)}: each must be one of {tuple(order)}, named once")
@@ -46,7 +48,9 @@ def rank_lists(
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAxis:
-    """One axis (or several joined ones) as seen from one rank. What layers and collectives receive."""
+    """One axis (or several joined ones) as seen from one rank. What layers and collectives
+    receive.
+    """
 
     name: str
     rank: int = 0
@@ -88,9 +92,9 @@ SINGLE_AXIS_NAMES = (
 class ParallelMesh:
     """Sizes, this process' rank, and every axis that the runtime uses.
 
-    Axes: pp, dp, cp, tp; edp, ep, etp; the joined dp_cp (gradients of dense parameters), pp_tp (the ranks that hold
-    one copy of the model), pp_dp_cp (losses and logged numbers) and world; and edges, the first and last pipeline stage
-    (tied embeddings; size 1 elsewhere).
+    Axes: pp, dp, cp, tp; edp, ep, etp; the joined dp_cp (gradients of dense parameters), pp_tp
+    (the ranks that hold one copy of the model), pp_dp_cp (losses and logged numbers) and world;
+    and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere).
     """
 
     device: torch.device
@@ -162,10 +166,11 @@ class ParallelMesh:
         expert_order: Sequence[str] = EXPERT_ORDER,
         timeout: Any = None,
     ) -> ParallelMesh:
-        """Make the mesh of the running default process group. Every rank must call it with equal arguments.
+        """Make the mesh of the running default process group. Every rank must call it with equal
+        arguments.
 
-        Raises ValueError when the sizes don't divide the world (the checks of `config.validate` say it earlier, and
-        with a remedy).
+        Raises ValueError when the sizes don't divide the world (the checks of `config.validate`
+        say it earlier, and with a remedy).
         """
         if not dist.is_initialized():
             return cls.single(device)
@@ -207,7 +212,9 @@ def mesh_sizes(
     expert: int = 1,
     expert_tensor: int = 1,
 ) -> dict[str, int]:
-    """Sizes of all seven axes: world = tp x pp x cp x dp = etp x ep x edp x pp. ValueError where that can't hold."""
+    """Sizes of all seven axes: world = tp x pp x cp x dp = etp x ep x edp x pp. ValueError where
+    that can't hold.
+    """
     dense, experts = tensor * pipeline * context, expert * expert_tensor * pipeline
     for label, product in (
         ("tensor x pipeline x context", dense),
@@ -247,7 +254,9 @@ def _make_axis(
     made: dict[tuple[int, ...], Any],
     timeout: Any,
 ) -> MeshAxis:
-    """Make every group of an axis (all ranks must take part in making each) and return the one that holds `rank`."""
+    """Make every group of an axis (all ranks must take part in making each) and return the one
+    that holds `rank`.
+    """
     own: MeshAxis = MeshAxis(name=name, ranks=(rank,))
     for ranks in groups:
         if len(ranks) > 1 and ranks not in made:

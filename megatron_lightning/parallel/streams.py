@@ -152,15 +152,15 @@ class DropoutStreams(Streams):
         sequence_parallel: bool,
         seed_default_generator: bool = True,
     ) -> None:
-        """`seed_default_generator`: `begin` seeds torch's default generator too, as a whole
-        activation's stream, so that a user's own `F.dropout` agrees on all tensor ranks and is
-        restored as well.
+        """`seed_default_generator`: `begin` seeds torch's default generator too, so that a user's
+        own `F.dropout` agrees on all tensor ranks and is restored as well. It is seeded alike on
+        all ranks: samplers that shuffle draw from it, and must not come to differ.
         """
         super().__init__(mesh, seed=seed, sequence_parallel=sequence_parallel)
         self.seed_default_generator = seed_default_generator
         self._whole = torch.Generator(mesh.device)
         self._split = torch.Generator(mesh.device)
-        self.begin(0, 0, 0)
+        self._seed()
 
     def begin(
         self,
@@ -181,13 +181,16 @@ class DropoutStreams(Streams):
             sample_stride=sample_stride,
             sequence_positions=sequence_positions,
         )
+        self._seed()
+        if self.seed_default_generator:
+            torch.manual_seed(_hash_seed("default", self.seed, step_index, micro_batch_index))
+
+    def _seed(self) -> None:
         mesh, position = self.mesh, self.position
-        place = (self.seed, mesh.dp.rank, mesh.cp.rank, mesh.pp.rank, chunk)
+        place = (self.seed, mesh.dp.rank, mesh.cp.rank, mesh.pp.rank, position.chunk)
         when = (position.step_index, position.micro_batch_index, position.sample_offset)
         self._whole.manual_seed(_hash_seed("whole", *place, *when))
         self._split.manual_seed(_hash_seed("split", *place, *when, mesh.tp.rank))
-        if self.seed_default_generator:
-            torch.manual_seed(_hash_seed("default", *place, *when))
 
     def draw(
         self, shape: torch.Size, p: float, *, site: str, layout: Layout, device: torch.device

@@ -1,7 +1,7 @@
 """From a Lightning batch to micro-batches.
 
-A batch is what one data-parallel rank consumes in one `training_step` of the Trainer. Its samples lie on a dim that a
-field table names; a batch that needs no cutting is never looked into.
+A batch is what one data-parallel rank consumes in one `training_step` of the Trainer. Its samples
+lie on a dim that a field table names; a batch that needs no cutting is never looked into.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ BATCH_DIMS: Mapping[str, int] = {
 
 
 class MicroBatches(list[Any]):
-    """A batch that its loader or collate function has already cut: each entry is one micro-batch."""
+    """A batch that its loader or collate function has already cut: each entry is one
+    micro-batch.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,9 @@ class MicroBatch:
     """Part of the batch's samples that it holds; the shares of a batch add up to 1."""
 
     def signature(self) -> tuple[Hashable, ...]:
-        """Shapes and dtypes of all tensors: equal on all pipeline ranks, since they read the same batch."""
+        """Shapes and dtypes of all tensors: equal on all pipeline ranks, since they read the same
+        batch.
+        """
         leaves = pytree.tree_leaves(self.data)
         return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -72,8 +76,9 @@ def split_batch(
 ) -> list[MicroBatch]:
     """Cut `batch` into micro-batches of `micro_batch_size` samples; the last may hold fewer.
 
-    Without a size, a pipeline of P stages gets P micro-batches (single samples if P does not divide the batch) and one
-    stage gets the whole batch. Raises ValueError naming a field whose batch dim is unknown or doesn't agree.
+    Without a size, a pipeline of P stages gets P micro-batches (single samples if P does not
+    divide the batch) and one stage gets the whole batch. Raises ValueError naming a field whose
+    batch dim is unknown or doesn't agree.
     """
     if isinstance(batch, MicroBatches):
         return _shares([(data, batch_size_of(data, batch_dims) or 1) for data in batch])
@@ -84,8 +89,10 @@ def split_batch(
     size = batch_size_of(batch, batch_dims)
     if size is None:
         raise ValueError(
-            f"batch of type {type(batch).__name__}: no tensor in it tells the number of samples, so it can't be cut into"
-            " micro-batches; give the LightningModule a hook split_micro_batch(batch, micro_batch_size) -> list"
+            f"batch of type {type(batch).__name__}: no tensor in it tells the number of samples, "
+            f"so it can't be cut into"
+            " micro-batches; give the LightningModule a hook split_micro_batch(batch, "
+            "micro_batch_size) -> list"
         )
     step = micro_batch_size or (size // pipeline_size if size % pipeline_size == 0 else 1)
     if step >= size:
@@ -106,7 +113,9 @@ def _is_array(value: Any) -> bool:
 def _narrow(
     value: Any, start: int, stop: int, size: int, batch_dims: Mapping[str, int], path: str
 ) -> Any:
-    """Samples start..stop of `value`; values that hold no samples (numbers, strings, 0-dim tensors) are shared."""
+    """Samples start..stop of `value`; values that hold no samples (numbers, strings, 0-dim
+    tensors) are shared.
+    """
     if isinstance(value, Mapping):
         cut = {}
         for key, entry in value.items():
@@ -114,8 +123,10 @@ def _narrow(
                 cut[key] = _slice(entry, batch_dims[key], start, stop, size, f"{path}[{key!r}]")
             elif _is_array(entry):
                 raise ValueError(
-                    f"{path}[{key!r}] of shape {tuple(entry.shape)}: its batch dim is not known; pass"
-                    f" MegatronStrategy(batch_dims={{{key!r}: 0}}) or give the LightningModule a split_micro_batch hook"
+                    f"{path}[{key!r}] of shape {tuple(entry.shape)}: its batch dim is not known; "
+                    f"pass"
+                    f" MegatronStrategy(batch_dims={{{key!r}: 0}}) or give the LightningModule a "
+                    f"split_micro_batch hook"
                 )
             else:
                 cut[key] = _narrow(entry, start, stop, size, batch_dims, f"{path}[{key!r}]")
@@ -136,14 +147,17 @@ def _narrow(
 def _slice(value: Tensor, dim: int, start: int, stop: int, size: int, path: str) -> Tensor:
     if value.shape[dim] != size:
         raise ValueError(
-            f"{path} of shape {tuple(value.shape)}: dim {dim} has {value.shape[dim]} entries where the batch has {size}"
+            f"{path} of shape {tuple(value.shape)}: dim {dim} has {value.shape[dim]} entries "
+            f"where the batch has {size}"
             " samples; pass MegatronStrategy(batch_dims={field: dim}) or a split_micro_batch hook"
         )
     return value.narrow(dim, start, stop - start)
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Join the predictions of micro-batches: tensors along dim 0, mappings and sequences entry by entry."""
+    """Join the predictions of micro-batches: tensors along dim 0, mappings and sequences entry by
+    entry.
+    """
     first = outputs[0]
     if len(outputs) == 1:
         return first

@@ -1,10 +1,12 @@
-"""`self.log` inside a schedule: recorded per micro-batch, averaged, reduced, and logged once on every rank.
+"""`self.log` inside a schedule: recorded per micro-batch, averaged, reduced, and logged once on
+every rank.
 
-During a schedule `LightningModule.log` is shadowed on the instance, so that calls are recorded in place of reaching
-Lightning (whose on_step value would be the last micro-batch's, and which later stages' metrics would never reach).
-Afterwards every rank logs the same number: the mean over micro-batches and data-parallel ranks, weighted by tokens when
-the step reports `num_tokens`, else by samples (`reduce_fx` sum, max and min are honoured). Over an accumulation window
-the on_step value is the window's mean so far, hence the whole window's at the optimizer step.
+During a schedule `LightningModule.log` is shadowed on the instance, so that calls are recorded in
+place of reaching Lightning (whose on_step value would be the last micro-batch's, and which later
+stages' metrics would never reach). Afterwards every rank logs the same number: the mean over
+micro-batches and data-parallel ranks, weighted by tokens when the step reports `num_tokens`, else
+by samples (`reduce_fx` sum, max and min are honoured). Over an accumulation window the on_step
+value is the window's mean so far, hence the whole window's at the optimizer step.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class LogRecorder:
         self._pipelined = pipelined
         self._current = _MicroBatchLogs()
         self.totals: dict[LogKey, tuple[Tensor, Tensor]] = {}
-        """Per key: weighted sum of values (or extreme value) and sum of weights, float64 scalars on the device."""
+        """Per key: weighted sum of values (or extreme value) and sum of weights, float64 scalars
+        on the device."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -69,8 +72,10 @@ class LogRecorder:
             if isinstance(value, (Metric, MetricCollection)):
                 if self._pipelined:
                     raise ValueError(
-                        f"self.log({name!r}, <{type(value).__name__}>): a torchmetrics object can't be logged under"
-                        " pipeline_parallel_size > 1, since other stages don't update it; log value.compute() or a number"
+                        f"self.log({name!r}, <{type(value).__name__}>): a torchmetrics object "
+                        f"can't be logged under"
+                        " pipeline_parallel_size > 1, since other stages don't update it; log "
+                        "value.compute() or a number"
                     )
                 original(name, value, **kwargs)
             elif kwargs.get("rank_zero_only", False):
@@ -84,7 +89,8 @@ class LogRecorder:
         reduction = kwargs.get("reduce_fx", "mean")
         if reduction not in REDUCTIONS:
             raise ValueError(
-                f"self.log({name!r}, reduce_fx={reduction!r}): choose one of {REDUCTIONS}, since the value is also"
+                f"self.log({name!r}, reduce_fx={reduction!r}): choose one of {REDUCTIONS}, since "
+                f"the value is also"
                 " reduced over micro-batches and ranks"
             )
         weight = kwargs.get("batch_size")
@@ -97,7 +103,8 @@ class LogRecorder:
         scalar = torch.as_tensor(value, device=self._device).detach().to(torch.float64)
         if scalar.numel() != 1:
             raise ValueError(
-                f"self.log({name!r}, ...): the value has {scalar.numel()} elements; log a single number"
+                f"self.log({name!r}, ...): the value has {scalar.numel()} elements; log a single "
+                f"number"
             )
         self._current.values[key] = (scalar.reshape(()), weight)
 
@@ -145,7 +152,9 @@ def log_published(
     published: Mapping[LogKey, tuple[Tensor, Tensor]],
     window: Mapping[LogKey, tuple[Tensor, Tensor]] | None,
 ) -> None:
-    """Call Lightning's own `log` once per key with the reduced value; `window` holds running totals in training."""
+    """Call Lightning's own `log` once per key with the reduced value; `window` holds running
+    totals in training.
+    """
     for key, total in published.items():
         options = key.keywords
         training = window is not None
@@ -165,7 +174,9 @@ def log_published(
 def _log_forked(
     module: LightningModule, key: LogKey, running: Tensor, value: Tensor, common: dict[str, Any]
 ) -> None:
-    """A key logged per step and per epoch within an accumulation window: the two want different numbers."""
+    """A key logged per step and per epoch within an accumulation window: the two want different
+    numbers.
+    """
     rest = {k: v for k, v in common.items() if k not in ("on_step", "on_epoch")}
     quiet = {**rest, "prog_bar": False, "logger": False}
     module.log(f"{key.name}_step", running, on_step=True, on_epoch=False, **rest)

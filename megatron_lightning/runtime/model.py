@@ -36,7 +36,8 @@ class ParallelModel:
     chunk_of: Mapping[str, int]
     """Canonical name -> the chunk that holds it."""
     tied: tuple[str, ...]
-    """Canonical names of parameters that the first and the last stage both hold, in an order equal on both."""
+    """Canonical names of parameters that the first and the last stage both hold, in an order equal
+    on both."""
     streams: Streams | None
     buckets: GradientBuckets | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
@@ -75,13 +76,17 @@ class ParallelModel:
         )
 
     def release_buckets(self) -> None:
-        """Remove the buckets with their hooks, so that autograd works on the parameters as usual again."""
+        """Remove the buckets with their hooks, so that autograd works on the parameters as usual
+        again.
+        """
         if self.buckets is not None:
             self.buckets.release()
             self.buckets = None
 
     def average_gradients(self, mesh: ParallelMesh) -> None:
-        """Average what is in `p.grad` over the data axis (manual optimization: as DDP, after each backward)."""
+        """Average what is in `p.grad` over the data axis (manual optimization: as DDP, after each
+        backward).
+        """
         if mesh.dp_cp.size == 1:
             return
         for name in sorted(self.parameters):

@@ -1,6 +1,8 @@
-"""From a LightningModule built for one process to this rank's part of it. The one place where parallelism is seen.
+"""From a LightningModule built for one process to this rank's part of it. The one place where
+parallelism is seen.
 
-build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan (tensor, sequence)
+build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan
+(tensor, sequence)
 -> dropout streams -> materialise or cut the user's values -> gradient buckets (data)
 """
 
@@ -47,7 +49,8 @@ def parallelize(
 ) -> ParallelModel:
     """Cut `module` in place for this rank and give every parameter its values.
 
-    Without a `target` the whole module is replicated over the data axis. `params_dtype` None keeps the parameters' own.
+    Without a `target` the whole module is replicated over the data axis. `params_dtype` None keeps
+    the parameters' own.
     """
     if target is None:
         return _replicate(module, mesh, seed=seed)
@@ -96,7 +99,9 @@ def parallelize(
 
 
 def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:
-    """Where first and last chunk are on one rank (virtual stages without a pipeline), tie them as in one process."""
+    """Where first and last chunk are on one rank (virtual stages without a pipeline), tie them as
+    in one process.
+    """
     for owner, user in plan.tied:
         owners = [chunk for chunk in chunks if _parameter(chunk, owner) is not None]
         users = [chunk for chunk in chunks if _parameter(chunk, user) is not None]
@@ -184,7 +189,9 @@ def _cut_stages(
 
 
 def share_first_rank_values(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Give every rank the parameters and buffers of rank 0, as DDP does with a module that holds values."""
+    """Give every rank the parameters and buffers of rank 0, as DDP does with a module that holds
+    values.
+    """
     if mesh.world_size == 1:
         return
     for tensor in (*module.parameters(), *module.buffers()):
@@ -198,8 +205,10 @@ def _check_nothing_outside(
     outside = [name for name, p in module.named_parameters() if id(p) not in inside]
     if outside:
         raise ValueError(
-            f"{type(module).__name__}: parameters outside of {target.attribute!r}: {outside[:3]}; with a plan all"
-            " parameters must be in the network that it describes, so move them into it and give them rows in the plan"
+            f"{type(module).__name__}: parameters outside of {target.attribute!r}: "
+            f"{outside[:3]}; with a plan all"
+            " parameters must be in the network that it describes, so move them into it and give "
+            "them rows in the plan"
         )
 
 
@@ -208,7 +217,8 @@ def _on_meta(module: nn.Module) -> bool:
     if len(kinds) > 1:
         names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         raise ValueError(
-            f"{type(module).__name__}: only some parameters are on the meta device: {names[:3]}; put all there"
+            f"{type(module).__name__}: only some parameters are on the meta device: {names[:3]}; "
+            f"put all there"
         )
     return kinds == {True}
 

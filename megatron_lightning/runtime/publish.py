@@ -1,7 +1,9 @@
-"""Losses and logged numbers: from the last pipeline stage of every data-parallel rank to all ranks, in one reduction.
+"""Losses and logged numbers: from the last pipeline stage of every data-parallel rank to all
+ranks, in one reduction.
 
-Which keys are logged is agreed on first, through one small CPU reduction a step, since other stages never see the calls
-and a rank that logs other keys than its peers would otherwise hang the job or mix up numbers.
+Which keys are logged is agreed on first, through one small CPU reduction a step, since other
+stages never see the calls and a rank that logs other keys than its peers would otherwise hang the
+job or mix up numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Total = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a run gave, equal on every rank. All tensors are float64 scalars on the mesh's device."""
+    """What a run gave, equal on every rank. All tensors are float64 scalars on the mesh's
+    device.
+    """
 
     loss_sum: Tensor
     """Sum of weight x loss over micro-batches and data-parallel ranks."""
@@ -38,7 +42,9 @@ class Published:
 
 
 class Publisher:
-    """Makes every rank know what the last stages computed. One per strategy; caches key lists by signature."""
+    """Makes every rank know what the last stages computed. One per strategy; caches key lists by
+    signature.
+    """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
@@ -52,7 +58,8 @@ class Publisher:
         """
         device = self._mesh.device
         if self._axis.size == 1:
-            assert loss is not None and logs is not None
+            assert loss is not None
+            assert logs is not None
             return Published(loss_sum=loss[0], weight=loss[1], logs=logs)
         keys = self._agree(None if logs is None else tuple(logs))
         summed = torch.zeros(2 + 2 * len(keys), dtype=torch.float64, device=device)
@@ -98,7 +105,8 @@ def _mismatch_message(everyone: Sequence[tuple[LogKey, ...] | None]) -> str:
         if keys is not None
     }
     return (
-        f"self.log: ranks logged different keys in one step: {names}; log the same keys on every rank, with the same"
+        f"self.log: ranks logged different keys in one step: {names}; log the same keys on every "
+        f"rank, with the same"
         " options (rank_zero_only=True is for what one rank alone logs)"
     )
 

@@ -1,8 +1,10 @@
-"""A network cut into pipeline stages, still callable like the whole network inside an ordinary `training_step`.
+"""A network cut into pipeline stages, still callable like the whole network inside an ordinary
+`training_step`.
 
-`training_step` runs on every stage. The cut network's `forward` takes the received activation in place of its input on
-later chunks, and on a chunk that isn't the last one it raises `StageDone`, which unwinds the user's function: only the
-last chunk reaches the loss. `StageDone` is a BaseException, so that no `except Exception` of the user catches it.
+`training_step` runs on every stage. The cut network's `forward` takes the received activation in
+place of its input on later chunks, and on a chunk that isn't the last one it raises `StageDone`,
+which unwinds the user's function: only the last chunk reaches the loss. `StageDone` is a
+BaseException, so that no `except Exception` of the user catches it.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Chunk:
 
 
 class PipelinedNetwork(nn.Module):
-    """Stands where the whole network stood in the LightningModule and holds this rank's chunks of it."""
+    """Stands where the whole network stood in the LightningModule and holds this rank's chunks of
+    it.
+    """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
@@ -68,8 +72,8 @@ class PipelinedNetwork(nn.Module):
     ) -> tuple[bool, Any]:
         """Call `step` (the user's function on one micro-batch) with `chunk` active.
 
-        Returns (True, the step's result) on the last chunk and (False, the activation to send) elsewhere. Raises
-        RuntimeError when the step doesn't call the network exactly once.
+        Returns (True, the step's result) on the last chunk and (False, the activation to send)
+        elsewhere. Raises RuntimeError when the step doesn't call the network exactly once.
         """
         self._active, self._calls = (chunk, received), 0
         try:
@@ -86,8 +90,10 @@ class PipelinedNetwork(nn.Module):
         """Run the active chunk as the whole network would be run."""
         if self._active is None:
             raise RuntimeError(
-                "the pipelined network was called outside of a training, validation, test or predict step; under"
-                " pipeline_parallel_size > 1 only these may call it, since every stage has to take part"
+                "the pipelined network was called outside of a training, validation, test or "
+                "predict step; under"
+                " pipeline_parallel_size > 1 only these may call it, since every stage has to "
+                "take part"
             )
         self._calls += 1
         if self._calls > 1:
@@ -102,7 +108,8 @@ class PipelinedNetwork(nn.Module):
 
 def _call_count_message(calls: int) -> str:
     return (
-        f"the step called the network {calls} times; under pipeline_parallel_size > 1 a step must call it exactly once"
+        f"the step called the network {calls} times; under pipeline_parallel_size > 1 a step "
+        f"must call it exactly once"
         " per micro-batch (join the inputs along the batch dim, or use pipeline_parallel_size=1)"
     )
 
@@ -110,14 +117,17 @@ def _call_count_message(calls: int) -> str:
 def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
     """Names of the layers that the pipeline deals out, in order.
 
-    Raises ValueError when the plan names none, or the network lacks the three parts that a stage needs.
+    Raises ValueError when the plan names none, or the network lacks the three parts that a stage
+    needs.
     """
     if isinstance(network, nn.Sequential) and plan.layers is None:
         return [name for name, _ in network.named_children()]
     if plan.layers is None:
         raise ValueError(
-            "plan.layers=None with pipeline_parallel_size > 1: name the ModuleList or ModuleDict of layers, e.g."
-            " ParallelPlan(layers='decoder.layers', first=('embedding',), last=('head',)), or use an nn.Sequential"
+            "plan.layers=None with pipeline_parallel_size > 1: name the ModuleList or ModuleDict "
+            "of layers, e.g."
+            " ParallelPlan(layers='decoder.layers', first=('embedding',), last=('head',)), or "
+            "use an nn.Sequential"
         )
     missing = [
         name
@@ -126,7 +136,8 @@ def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
     ]
     if missing:
         raise ValueError(
-            f"{type(network).__name__} lacks {missing}, which pipeline_parallel_size > 1 needs; subclass"
+            f"{type(network).__name__} lacks {missing}, which pipeline_parallel_size > 1 needs; "
+            f"subclass"
             " megatron_lightning.layers.StagedNetwork"
         )
     return [name for name, _ in network.get_submodule(plan.layers).named_children()]
@@ -135,7 +146,8 @@ def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
 def cut_network(
     network: nn.Module, plan: ParallelPlan, contents: Sequence[ChunkUnits]
 ) -> PipelinedNetwork:
-    """Cut `network` into the chunks of this rank. Parameters are shared with `network`, never copied.
+    """Cut `network` into the chunks of this rank. Parameters are shared with `network`, never
+    copied.
 
     Every parameter must lie in the layers or in a module that the plan names as first or last.
     """
@@ -177,13 +189,16 @@ def _check_owners(network: nn.Module, plan: ParallelPlan, names: Sequence[str]) 
     ]
     if stray:
         raise ValueError(
-            f"plan: no pipeline stage owns {stray[:3]}{' ...' if len(stray) > 3 else ''}; name the module in plan.first"
+            f"plan: no pipeline stage owns {stray[:3]}{' ...' if len(stray) > 3 else ''}; name "
+            f"the module in plan.first"
             " or plan.last"
         )
 
 
 def _keep_children(sequential: nn.Sequential, kept: Sequence[str]) -> nn.Sequential:
-    """An nn.Sequential of the kept children under their old names (deleting entries would renumber them)."""
+    """An nn.Sequential of the kept children under their old names (deleting entries would renumber
+    them).
+    """
     part = nn.Sequential()
     for name in kept:
         part.add_module(name, sequential.get_submodule(name))

@@ -1,8 +1,9 @@
-"""One Lightning step as a pipeline run: the user's own step function per micro-batch, on every stage.
+"""One Lightning step as a pipeline run: the user's own step function per micro-batch, on every
+stage.
 
-`StepRunner` binds the LightningModule to the action-list engine. A training run does forward and backward of all
-micro-batches; the gradients land in the buckets, weighted so that one division at the end of the accumulation window
-normalises them (architecture, "The loss is normalised once").
+`StepRunner` binds the LightningModule to the action-list engine. A training run does forward and
+backward of all micro-batches; the gradients land in the buckets, weighted so that one division at
+the end of the accumulation window normalises them (architecture, "The loss is normalised once").
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class StepResult:
 
     published: Published
     outputs: list[Any] = field(default_factory=list)
-    """Results of the step function for each micro-batch, on the ranks of the last stage; empty elsewhere."""
+    """Results of the step function for each micro-batch, on the ranks of the last stage; empty
+    elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,8 @@ class StepRunner:
     ) -> StepResult:
         """Run the step function `hook` on all micro-batches; with a `position`, backward too.
 
-        `reduce_now` says that this run closes the accumulation window, so that buckets may be reduced as they fill.
+        `reduce_now` says that this run closes the accumulation window, so that buckets may be
+        reduced as they fill.
         """
         training = position is not None
         actions = _schedule(
@@ -202,20 +205,25 @@ def _tokens_of(result: Any) -> Any:
 
 
 def _loss_of(result: Any, hook: str) -> tuple[Tensor | None, Any]:
-    """(loss, num_tokens or None) from what `training_step` returned; ValueError when it is something else."""
+    """(loss, num_tokens or None) from what `training_step` returned; ValueError when it is
+    something else.
+    """
     if result is None:
         return None, None
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
-            f"{hook} returned {type(result).__name__}: return a scalar loss tensor, or a dict with 'loss' (and 'num_tokens'"
+            f"{hook} returned {type(result).__name__}: return a scalar loss tensor, or a dict "
+            f"with 'loss' (and 'num_tokens'"
             " if the loss is a mean over that many tokens)"
         )
     return loss.reshape(()), _tokens_of(result)
 
 
 def join_step_outputs(outputs: Sequence[Any]) -> Any:
-    """Outputs of the micro-batches as one: what `predict_step` and `validation_step` give for the whole batch."""
+    """Outputs of the micro-batches as one: what `predict_step` and `validation_step` give for the
+    whole batch.
+    """
     return (
         join_outputs(outputs) if outputs and all(output is not None for output in outputs) else None
     )

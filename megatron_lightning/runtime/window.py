@@ -1,7 +1,7 @@
 """The accumulation window: from the first batch after an optimizer step to the next step.
 
-Gradients and logged numbers of a window are sums; they are divided once, at its end, by the weight that was seen. So a
-short last window divides by what it contains.
+Gradients and logged numbers of a window are sums; they are divided once, at its end, by the weight
+that was seen. So a short last window divides by what it contains.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class AccumulationWindow:
         self._logs = {}
 
     def add(self, published: Published) -> Mapping[LogKey, Total]:
-        """Add one batch's totals; returns the window's running totals of the keys that this batch logged."""
+        """Add one batch's totals; returns the window's running totals of the keys that this batch
+        logged.
+        """
         self.weight = self.weight + published.weight
         for key, total in published.logs.items():
             self._logs[key] = merge_total(key, self._logs.get(key), total)

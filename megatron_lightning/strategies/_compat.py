@@ -1,4 +1,6 @@
-"""The few touch points with Lightning that are not quite public. Each has a test that fails when Lightning changes it."""
+"""The few touch points with Lightning that are not quite public. Each has a test that fails when
+Lightning changes it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def set_world_ranks(strategy: MegatronStrategy) -> None:
-    """Give the cluster environment this process' global rank and the world size, as Lightning's DDP strategy does."""
+    """Give the cluster environment this process' global rank and the world size, as Lightning's
+    DDP strategy does.
+    """
     environment = strategy.cluster_environment
     if environment is not None:
         environment.set_global_rank(
@@ -35,7 +39,9 @@ def optimizers_to_device(optimizers: Sequence[Optimizer], device: torch.device) 
 
 
 def reduce_tensor(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Sum or mean of `tensor` over `group` (None: all ranks), as Lightning's `Strategy.reduce` promises it."""
+    """Sum or mean of `tensor` over `group` (None: all ranks), as Lightning's `Strategy.reduce`
+    promises it.
+    """
     group = dist.group.WORLD if group is None else group
     result = tensor.clone()
     mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
@@ -56,7 +62,9 @@ _NAMED_OPS: dict[str, Any] = {
 
 
 def share_predictions(prediction: Any, mesh: ParallelMesh) -> Any:
-    """Give every pipeline stage the last stage's prediction (its tensors on the CPU when they travelled)."""
+    """Give every pipeline stage the last stage's prediction (its tensors on the CPU when they
+    travelled).
+    """
     if mesh.pp.size == 1:
         return prediction
     box = [prediction]

@@ -1,8 +1,9 @@
 """Between Lightning's checkpoint dictionary and the checkpoint folder of this package.
 
-Tensors go under global names, each rank's part as a box: `model.NAME`, `master.NAME` (float32 masters) and
-`optimizer.I.KEY.NAME`. Everything else that Lightning collects (loops, callbacks, schedulers, data position,
-hyper-parameters) goes as tagged JSON, from rank 0. No pickle is read or written.
+Tensors go under global names, each rank's part as a box: `model.NAME`, `master.NAME` (float32
+masters) and `optimizer.I.KEY.NAME`. Everything else that Lightning collects (loops, callbacks,
+schedulers, data position, hyper-parameters) goes as tagged JSON, from rank 0. No pickle is read or
+written.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import megatron_lightning.checkpoint as store
-from megatron_lightning.config.plan import ParameterInfo, canonical_name
 from megatron_lightning.checkpoint.config_codec import CODEC
+from megatron_lightning.config.plan import ParameterInfo, canonical_name
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
 from megatron_lightning.utils.logging import warn_once
 
@@ -46,10 +47,13 @@ def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
 def save(
     strategy: MegatronStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
-    """Write `checkpoint` to the folder `filepath`. All ranks call it; errors are raised on all of them."""
+    """Write `checkpoint` to the folder `filepath`. All ranks call it; errors are raised on all of
+    them.
+    """
     if storage_options is not None:
         raise TypeError(
-            "save_checkpoint(storage_options=...): this strategy writes folders itself and takes no options"
+            "save_checkpoint(storage_options=...): this strategy writes folders itself and takes "
+            "no options"
         )
     objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     table = strategy.parallel_model.table
@@ -95,7 +99,9 @@ def remove(strategy: MegatronStrategy, filepath: Any) -> None:
 
 
 def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
-    """`value` as a box of the global tensor; a tensor without a table row is a replica of the whole."""
+    """`value` as a box of the global tensor; a tensor without a table row is a replica of the
+    whole.
+    """
     if info is None or value.dim() == 0:
         return value
     return store.BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
@@ -133,7 +139,8 @@ def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool)
     }
     store.load(folder, tensors, scope=MODEL, process_group=group)
     if with_masters and strategy.masters is None:
-        # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded weights
+        # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded
+        # weights
         exact = {
             MASTER + name: _boxed(value, table[name])
             for name, value in strategy.parallel_model.parameters.items()
@@ -156,7 +163,8 @@ def _load_optimizer(strategy: MegatronStrategy, folder: Path) -> None:
     fresh = [name for name in report.missing if name.startswith(OPTIMIZER)]
     if fresh:
         warn_once(
-            f"{folder}: no optimizer state for {len(fresh)} tensors, first {fresh[0]!r}; they begin afresh"
+            f"{folder}: no optimizer state for {len(fresh)} tensors, first {fresh[0]!r}; they "
+            f"begin afresh"
         )
     updated = _updated(strategy)
     for index, optimizer in enumerate(strategy.optimizers):
@@ -181,7 +189,8 @@ def _load_hyper_parameters(
     stored_counts = [len(groups) for groups in stored]
     if counts != stored_counts:
         raise ValueError(
-            f"{folder}: its optimizers have {stored_counts} parameter groups, configure_optimizers made {counts}; build the"
+            f"{folder}: its optimizers have {stored_counts} parameter groups, "
+            f"configure_optimizers made {counts}; build the"
             " same groups, or load the weights alone"
         )
     for optimizer, groups in zip(optimizers, stored, strict=True):

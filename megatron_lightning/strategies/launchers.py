@@ -1,4 +1,6 @@
-"""Who starts the ranks: the script run again for each (plain `python`), forks (notebooks), or something outside."""
+"""Who starts the ranks: the script run again for each (plain `python`), forks (notebooks), or
+something outside.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def choose_launcher(strategy: MegatronStrategy) -> _Launcher | None:
-    """The launcher for this process, or None where ranks are started from outside or there is only one."""
+    """The launcher for this process, or None where ranks are started from outside or there is only
+    one.
+    """
     environment = strategy.cluster_environment
     assert environment is not None
     if environment.creates_processes_externally:

@@ -1,23 +1,20 @@
 """`MegatronStrategy`: model parallelism as a Lightning strategy.
 
-It owns the life-cycle (processes, mesh, cutting the model, steps, checkpoints) and no algorithm. No loop, fetcher,
-callback or progress bar of Lightning is replaced. The one obstacle is the order inside Lightning's closure,
-`training_step -> zero_grad -> backward`: a pipelined schedule does forward and backward together. So `training_step`
-runs the whole schedule into gradient buckets (which `zero_grad` doesn't touch), and `backward` reduces and publishes them.
+It owns the life-cycle (processes, mesh, cutting the model, steps, checkpoints) and no algorithm.
+No loop, fetcher, callback or progress bar of Lightning is replaced. The one obstacle is the order
+inside Lightning's closure, `training_step -> zero_grad -> backward`: a pipelined schedule does
+forward and backward together. So `training_step` runs the whole schedule into gradient buckets
+(which `zero_grad` doesn't touch), and `backward` reduces and publishes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,9 +27,7 @@ from megatron_lightning.config.parallel import (
     RuntimeConfig,
 )
 from megatron_lightning.config.plan import ParallelPlan
-from megatron_lightning.config.validate import check_layout, check_world, raise_if_any
 from megatron_lightning.optim.clip import global_grad_norm
-from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
 from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
@@ -42,14 +37,15 @@ from megatron_lightning.runtime.parallelize import Target, parallelize
 from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
 from megatron_lightning.runtime.window import AccumulationWindow
 from megatron_lightning.strategies import _compat, checkpoint_io, startup
-from megatron_lightning.strategies.launchers import choose_launcher
+from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
 
 
-class MegatronStrategy(ParallelStrategy):
-    """Trains one model over tensor, sequence, pipeline and data axes with Lightning's ordinary semantics.
+class MegatronStrategy(MeshStrategy):
+    """Trains one model over tensor, sequence, pipeline and data axes with Lightning's ordinary
+    semantics.
 
     Parameters
     ----------
@@ -58,8 +54,8 @@ class MegatronStrategy(ParallelStrategy):
     sequence_parallel
         Split activations between tensor-parallel regions along the sequence.
     micro_batch_size
-        Samples in one forward. None: the data module's `micro_batch_size`, else the batch is cut into as many
-        micro-batches as there are pipeline stages (one if there is one stage).
+        Samples in one forward. None: the data module's `micro_batch_size`, else the batch is cut
+        into as many micro-batches as there are pipeline stages (one if there is one stage).
     plan
         Split table of the user's own network; modules of this package bring theirs.
     batch_dims
@@ -73,9 +69,6 @@ class MegatronStrategy(ParallelStrategy):
         listing every violation of the layout, before any process is started.
 
     """
-
-    is_distributed = True
-    """Read by Lightning's connector on strategies that it doesn't know."""
 
     materialises_networks = True
     """Read by modules of this package: build on the meta device, the strategy gives the values."""
@@ -94,8 +87,7 @@ class MegatronStrategy(ParallelStrategy):
         runtime: RuntimeConfig | None = None,
     ) -> None:
         self._grad_norm: Tensor | None = None
-        super().__init__()
-        self.config = ParallelConfig(
+        config = ParallelConfig(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             sequence_parallel=sequence_parallel,
@@ -104,34 +96,23 @@ class MegatronStrategy(ParallelStrategy):
             data_parallel=data_parallel or DataParallelConfig(),
             runtime=runtime or RuntimeConfig(),
         )
-        raise_if_any(check_layout(self.config))
-        self.num_nodes = 1
-        self._plan = plan
+        super().__init__(config, plan)
         self._batch_dims = {**BATCH_DIMS, **(batch_dims or {})}
-        self._mesh: ParallelMesh | None = None
         self._parallel: ParallelModel | None = None
         self._runner: StepRunner | None = None
         self._masters: MasterParameters | None = None
         self._window: AccumulationWindow | None = None
         self._reduce_now = True
 
-    # ------------------------------------------------------------------ processes and mesh
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The mesh; RuntimeError before the processes exist."""
-        if self._mesh is None:
-            raise RuntimeError(
-                "strategy.mesh: there is none before Trainer.fit (or validate, ...) has started the processes"
-            )
-        return self._mesh
+    # ------------------------------------------------------------------ the model
 
     @property
     def parallel_model(self) -> ParallelModel:
         """This rank's part of the model and its parameter table; RuntimeError before setup."""
         if self._parallel is None:
             raise RuntimeError(
-                "strategy.parallel_model: the model is cut in Trainer.fit (or validate, ...), not before"
+                "strategy.parallel_model: the model is cut in Trainer.fit (or validate, ...), "
+                "not before"
             )
         return self._parallel
 
@@ -139,69 +120,6 @@ class MegatronStrategy(ParallelStrategy):
     def masters(self) -> MasterParameters | None:
         """Masters of low-precision weights while fitting, else None."""
         return self._masters
-
-    @property
-    def user_plan(self) -> ParallelPlan | None:
-        """The plan that was given to the strategy."""
-        return self._plan
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.dp.size, "rank": self.mesh.dp.rank}
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment who this process is (Lightning's connector calls it)."""
-        _compat.set_world_ranks(self)
-
-    @override
-    def _configure_launcher(self) -> None:
-        startup.raise_on_first_rank(
-            check_world(self.config, self.num_processes * self.num_nodes), self.global_rank
-        )
-        self._launcher = choose_launcher(self)
-
-    @override
-    def connect(self, model: LightningModule) -> None:
-        startup.check_run(self, model)
-        super().connect(model)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self._mesh is not None:
-            return
-        timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
-        if self.world_size > 1 and not dist.is_initialized():
-            startup.init_process_group(self, timeout)
-        self._mesh = ParallelMesh.build(
-            device=self.root_device,
-            tensor=self.config.tensor_parallel_size,
-            pipeline=self.config.pipeline_parallel_size,
-            order=tuple(self.config.runtime.axis_order),
-            timeout=timeout,
-        )
 
     @property
     @override
@@ -214,8 +132,6 @@ class MegatronStrategy(ParallelStrategy):
             precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
             precision_plugin.grad_norm_fn = lambda _: self.grad_norm()
         self._precision_plugin = precision_plugin
-
-    # ------------------------------------------------------------------ the model
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -263,7 +179,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def seed(self) -> int:
-        """Seed of initial weights and dropout: `RuntimeConfig.seed`, else that of `seed_everything`, else 1234."""
+        """Seed of initial weights and dropout: `RuntimeConfig.seed`, else that of
+        `seed_everything`, else 1234.
+        """
         if self.config.runtime.seed is not None:
             return self.config.runtime.seed
         return global_seed() if global_seed() is not None else DEFAULT_SEED
@@ -284,7 +202,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
-        assert module is not None and self._window is not None
+        assert module is not None
+        assert self._window is not None
         if not module.automatic_optimization:
             return self._manual_training_step(batch, *args, **kwargs)
         if not self._window.is_open:
@@ -299,7 +218,9 @@ class MegatronStrategy(ParallelStrategy):
         return self._training_output(result)
 
     def _training_output(self, result: StepResult) -> Any:
-        """What Lightning and `on_train_batch_end` get: the mean loss, with the step's other entries if it is unambiguous."""
+        """What Lightning and `on_train_batch_end` get: the mean loss, with the step's other
+        entries if it is unambiguous.
+        """
         loss = result.published.loss
         if any(output is None for output in result.outputs):
             return None
@@ -312,7 +233,8 @@ class MegatronStrategy(ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         module = self.lightning_module
-        assert module is not None and self._window is not None
+        assert module is not None
+        assert self._window is not None
         if not module.automatic_optimization:
             return self._manual_backward(closure_loss, optimizer, *args, **kwargs)
         self.pre_backward(closure_loss)
@@ -363,7 +285,9 @@ class MegatronStrategy(ParallelStrategy):
             self._reduce_now = True
 
     def grad_norm(self) -> Tensor:
-        """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks must call it."""
+        """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks
+        must call it.
+        """
         if self._grad_norm is None:
             grads = {
                 name: p.grad
@@ -382,14 +306,18 @@ class MegatronStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ manual optimization
 
     def _manual_training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The user's step drives the optimizers itself; a schedule can't, so there is one stage (checked at start)."""
+        """The user's step drives the optimizers itself; a schedule can't, so there is one stage
+        (checked at start).
+        """
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(batch, *args, **kwargs)  # type: ignore[union-attr]
 
     def _manual_backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As DDP: each backward's own gradients are averaged over replicas, then added to what is there."""
+        """As DDP: each backward's own gradients are averaged over replicas, then added to what is
+        there.
+        """
         parameters = self.parallel_model.parameters
         before = {name: p.grad for name, p in parameters.items()}
         for parameter in parameters.values():
@@ -439,7 +367,8 @@ class MegatronStrategy(ParallelStrategy):
         *,
         training: bool,
     ) -> StepResult:
-        assert self._runner is not None and self.lightning_module is not None
+        assert self._runner is not None
+        assert self.lightning_module is not None
         micro_batches = self._split(batch)
         position = None
         if training:
@@ -467,27 +396,6 @@ class MegatronStrategy(ParallelStrategy):
             pipeline_size=self.mesh.pp.size,
             batch_dims=self._batch_dims,
         )
-
-    # ------------------------------------------------------------------ collectives that the Trainer uses
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and self._mesh is not None:
-            dist.barrier(group=self.mesh.control_group)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized() or self._mesh is None:
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=self.mesh.control_group)
-        return box[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor) and dist.is_initialized():
-            return _compat.reduce_tensor(tensor, group, reduce_op)
-        return tensor
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -535,7 +443,8 @@ class MegatronStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._parallel is not None:
             self._parallel.release_buckets()
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

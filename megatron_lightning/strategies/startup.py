@@ -1,4 +1,6 @@
-"""What happens around a run: checks before anything starts, the process group, and how a failure is reported."""
+"""What happens around a run: checks before anything starts, the process group, and how a failure
+is reported.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ _OWNER = "_megatron_strategy"
 
 
 def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:
-    """Raise the full message on global rank 0; other ranks, started from outside, leave quietly with status 1."""
+    """Raise the full message on global rank 0; other ranks, started from outside, leave quietly
+    with status 1.
+    """
     if problems and rank != 0:
         raise SystemExit(1)
     raise_if_any(problems)
 
 
 def check_run(strategy: MegatronStrategy, module: LightningModule) -> None:
-    """Check module, data module and layout together. No process group is needed, and no file but indexes is opened."""
+    """Check module, data module and layout together. No process group is needed, and no file but
+    indexes is opened.
+    """
     world_size = strategy.num_processes * strategy.num_nodes
     raise_on_first_rank(
         run_problems(strategy, module, _datamodule(module), world_size), strategy.global_rank
@@ -53,7 +59,8 @@ def run_problems(
     problems: list[str] = []
     if not module.automatic_optimization and config.model_parallel_size > 1:
         problems.append(
-            f"automatic_optimization=False with {config.model_parallel_size} model-parallel ranks: the schedule runs"
+            f"automatic_optimization=False with {config.model_parallel_size} model-parallel "
+            f"ranks: the schedule runs"
             " forward and backward itself; use automatic optimization, or data parallelism only"
         )
     problems += _cut_problems(strategy, module)
@@ -113,8 +120,10 @@ def _existing_network(module: LightningModule, target: Target) -> nn.Module | No
 
 def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
     return (
-        f"{type(module).__name__} has no plan, which tensor_parallel_size={config.tensor_parallel_size} x"
-        f" pipeline_parallel_size={config.pipeline_parallel_size} needs; pass MegatronStrategy(plan=ParallelPlan(...))"
+        f"{type(module).__name__} has no plan, which "
+        f"tensor_parallel_size={config.tensor_parallel_size} x"
+        f" pipeline_parallel_size={config.pipeline_parallel_size} needs; pass "
+        f"MegatronStrategy(plan=ParallelPlan(...))"
     )
 
 
@@ -141,8 +150,9 @@ def micro_batch_size(config: ParallelConfig, module: LightningModule) -> int | N
 def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | None:
     """The network that is cut, with its plan; None when the whole module is merely replicated.
 
-    A module of this package has `parallel_plan()` and `network_attribute`. For a user's module with a plan it is the
-    attribute named by `network_attribute`, else the only child that has parameters.
+    A module of this package has `parallel_plan()` and `network_attribute`. For a user's module
+    with a plan it is the attribute named by `network_attribute`, else the only child that has
+    parameters.
     """
     own = getattr(module, "parallel_plan", None)
     if plan is None and own is not None:
@@ -157,18 +167,22 @@ def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | 
     ]
     if len(children) != 1:
         raise ValueError(
-            f"{type(module).__name__}: which of {children} does the plan describe? Set the class attribute"
+            f"{type(module).__name__}: which of {children} does the plan describe? Set the class "
+            f"attribute"
             " network_attribute = '<name>'"
         )
     return Target(plan=plan, attribute=children[0])
 
 
 def claim(module: LightningModule, strategy: MegatronStrategy) -> None:
-    """Note that `strategy` cuts `module`; ValueError when another strategy has cut it into parts before."""
+    """Note that `strategy` cuts `module`; ValueError when another strategy has cut it into parts
+    before.
+    """
     owner = vars(module).get(_OWNER)
     if owner is not None and owner is not strategy and owner.config.model_parallel_size > 1:
         raise ValueError(
-            f"{type(module).__name__} was cut for {owner.mesh.describe()} by another strategy of this process; make a new"
+            f"{type(module).__name__} was cut for {owner.mesh.describe()} by another strategy of "
+            f"this process; make a new"
             " module and load the checkpoint into it"
         )
     object.__setattr__(module, _OWNER, strategy)
@@ -202,21 +216,26 @@ def check_zeroed(parameters: Mapping[str, nn.Parameter]) -> None:
     kept = [name for name, parameter in parameters.items() if parameter.grad is not None]
     if kept:
         raise ValueError(
-            f"gradients of {kept[:3]} were there before backward: gradients accumulate in the strategy's buckets, so an"
-            " optimizer_zero_grad that keeps them has no effect; use Trainer(accumulate_grad_batches=...)"
+            f"gradients of {kept[:3]} were there before backward: gradients accumulate in the "
+            f"strategy's buckets, so an"
+            " optimizer_zero_grad that keeps them has no effect; use "
+            "Trainer(accumulate_grad_batches=...)"
         )
 
 
 def warn_no_tokens() -> None:
     """Warn that a window held no token with a loss."""
     warn_once(
-        "No token of an accumulation window has a loss (every label is masked): the optimizer step leaves all parameters"
+        "No token of an accumulation window has a loss (every label is masked): the optimizer "
+        "step leaves all parameters"
         " unchanged, weight decay included; it still counts as a step."
     )
 
 
 def report_failure(exception: BaseException, rank: int) -> None:
-    """Print the traceback with the rank in front of every line, so that the first failure can be found."""
+    """Print the traceback with the rank in front of every line, so that the first failure can be
+    found.
+    """
     if isinstance(exception, (ConfigurationError, SystemExit, KeyboardInterrupt)):
         return
     text = "".join(traceback.format_exception(exception))

@@ -1,0 +1,135 @@
+"""The part of the strategy that knows processes: launching them, the mesh over them, Trainer's
+collectives.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.validate import check_layout, check_world, raise_if_any
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.strategies import _compat, startup
+from megatron_lightning.strategies.launchers import choose_launcher
+
+
+class MeshStrategy(ParallelStrategy):
+    """A Lightning strategy over a `ParallelMesh`. Abstract: `MegatronStrategy` adds the model and
+    its steps.
+    """
+
+    is_distributed = True
+    """Read by Lightning's connector on strategies that it doesn't know."""
+
+    def __init__(self, config: ParallelConfig, plan: ParallelPlan | None) -> None:
+        super().__init__()
+        raise_if_any(check_layout(config))
+        self.config = config
+        self.num_nodes = 1
+        self._plan = plan
+        self._mesh: ParallelMesh | None = None
+
+    # ------------------------------------------------------------------ processes and mesh
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh; RuntimeError before the processes exist."""
+        if self._mesh is None:
+            raise RuntimeError(
+                "strategy.mesh: there is none before Trainer.fit (or validate, ...) has started "
+                "the processes"
+            )
+        return self._mesh
+
+    @property
+    def user_plan(self) -> ParallelPlan | None:
+        """The plan that was given to the strategy."""
+        return self._plan
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.dp.size, "rank": self.mesh.dp.rank}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is (Lightning's connector calls it)."""
+        _compat.set_world_ranks(self)
+
+    @override
+    def _configure_launcher(self) -> None:
+        startup.raise_on_first_rank(
+            check_world(self.config, self.num_processes * self.num_nodes), self.global_rank
+        )
+        self._launcher = choose_launcher(self)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        startup.check_run(self, model)
+        super().connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._mesh is not None:
+            return
+        timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
+        if self.world_size > 1 and not dist.is_initialized():
+            startup.init_process_group(self, timeout)
+        self._mesh = ParallelMesh.build(
+            device=self.root_device,
+            tensor=self.config.tensor_parallel_size,
+            pipeline=self.config.pipeline_parallel_size,
+            order=tuple(self.config.runtime.axis_order),
+            timeout=timeout,
+        )
+
+    # ------------------------------------------------------------------ collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and self._mesh is not None:
+            dist.barrier(group=self.mesh.control_group)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self._mesh is None:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self.mesh.control_group)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor) and dist.is_initialized():
+            return _compat.reduce_tensor(tensor, group, reduce_op)
+        return tensor
