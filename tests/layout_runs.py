@@ -57,14 +57,23 @@ class TokenBatches:
 
     def __init__(self, run: Run, batches: int, rank: int, size: int) -> None:
         self.run, self.batches, self.rank, self.size = run, batches, rank, size
+        self.position = 0
 
     def __len__(self) -> int:
         return self.batches
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for index in range(self.batches):
+        start, self.position = self.position % self.batches, 0
+        for index in range(start, self.batches):
+            self.position = index + 1
             batch = global_batch(self.run, index)
             yield {key: value.chunk(self.size)[self.rank] for key, value in batch.items()}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 def global_batch(run: Run, index: int) -> dict[str, Tensor]:
@@ -143,6 +152,14 @@ def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
     return found
 
 
+def make_strategy(layout: dict[str, Any]) -> MegatronStrategy:
+    """A strategy from its keyword arguments, where `virtual` stands for the virtual pipeline size."""
+    layout = dict(layout)
+    if "virtual" in layout:
+        layout["pipeline"] = PipelineConfig(virtual_pipeline_size=layout.pop("virtual"))
+    return MegatronStrategy(**layout)
+
+
 def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     """Fit in this rank; what it saw, as plain objects."""
     model = GPTModel(
@@ -164,11 +181,8 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         num_sanity_val_steps=1,
         val_check_interval=run.steps * run.trainer.get("accumulate_grad_batches", 1),
     )
-    layout = dict(run.layout)
-    if "virtual" in layout:
-        layout["pipeline"] = PipelineConfig(virtual_pipeline_size=layout.pop("virtual"))
     trainer = L.Trainer(
-        strategy=MegatronStrategy(**layout), callbacks=[recorder], **{**options, **run.trainer}
+        strategy=make_strategy(run.layout), callbacks=[recorder], **{**options, **run.trainer}
     )
     trainer.fit(model, Batches(run))
     return {

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.plan import Gradient, ParallelPlan, ParameterInfo, Role, Split
 from megatron_lightning.parallel.collectives import (
-    copy_to_axis,
     gather_dim,
     own_part,
     reduce_from_axis,
     reduce_scatter_dim,
     scatter_dim,
 )
+from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.tensor_checks import (
@@ -69,7 +69,7 @@ def apply_tensor_parallel(
         box = _box(parameter, split, axis, plan)
         table[prefix + parameter.name] = ParameterInfo(
             name=prefix + owner,
-            global_shape=tuple(parameter.value.shape),
+            global_shape=true_shape(parameter, split, plan),
             offsets=box.offsets,
             sizes=box.sizes,
             split=replace(split, gradient=_gradient(split, axis, sequence_dim)),
@@ -105,8 +105,17 @@ def padded_size(size: int, multiple: int, tensor_size: int) -> int:
     return math.ceil(size / block) * block
 
 
+def true_shape(parameter: NamedParameter, split: Split, plan: ParallelPlan) -> tuple[int, ...]:
+    """Global shape without padding: a network that was padded before keeps its true vocabulary."""
+    shape = list(parameter.value.shape)
+    if split.dim is not None and padding_multiple(parameter, split, plan) is not None:
+        sizes = [m.vocab_size for _, m, _ in parameter.uses if hasattr(m, "vocab_size")]
+        shape[split.dim] = min([shape[split.dim], *sizes])
+    return tuple(shape)
+
+
 def _box(parameter: NamedParameter, split: Split, axis: MeshAxis, plan: ParallelPlan) -> _Box:
-    shape = tuple(parameter.value.shape)
+    shape = true_shape(parameter, split, plan)
     if split.dim is None:
         return _Box((0,) * len(shape), shape, shape)
     size = shape[split.dim]
@@ -197,10 +206,7 @@ def _set_lookup(module: nn.Module, axis: MeshAxis, sequence_dim: int | None) -> 
 def _set_column(
     module: nn.Module, splits: ModuleSplits, axis: MeshAxis, sequence_dim: int | None
 ) -> None:
-    if sequence_dim is None:
-        module.before = partial(copy_to_axis, axis=axis)
-    else:
-        module.before = partial(gather_dim, axis=axis, dim=sequence_dim)
+    module.before = ColumnInput(axis, sequence_dim)
     gather = partial(gather_dim, axis=axis, dim=-1, backward="split")
     if any(split.gather_output for split in splits.by_attribute.values()):
         module.after = gather
