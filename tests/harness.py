@@ -142,7 +142,7 @@ class RankPool:
 
     def _how_ended(self, rank: int) -> str:
         pid, self.pids[rank] = self.pids[rank], 0
-        return self._nursery.reap(pid) if pid else "reaped before"
+        return _end(self._nursery, pid, time.monotonic() + _EXIT_SECONDS) if pid else "reaped"
 
     def close(self, *, kill: bool) -> None:
         """End the ranks: at once with `kill`, otherwise they leave when their connection closes."""
@@ -150,10 +150,7 @@ class RankPool:
             connection.close()
         deadline = time.monotonic() + (0.0 if kill else _EXIT_SECONDS)
         for pid in filter(None, self.pids):
-            while time.monotonic() < deadline and not _has_ended(pid):
-                time.sleep(0.01)
-            kill_group(pid)  # also whatever the rank started and left behind
-            self._nursery.reap(pid)
+            _end(self._nursery, pid, deadline)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -174,7 +171,7 @@ class Harness:
     def stop(self) -> None:
         """End all ranks and the nursery. Does nothing in a forked copy of this process."""
         nursery, self._nursery = self._nursery, None
-        if nursery is None:
+        if nursery is None or nursery.owner != os.getpid():
             return
         atexit.unregister(self.stop)
         for pool in self._pools.values():
@@ -282,6 +279,14 @@ def _environment(world_size: int) -> dict[str, str]:
             "lo"  # no look-up of the host name, no firewall in between
         )
     return environment
+
+
+def _end(nursery: Nursery, pid: int, deadline: float) -> str:
+    """Wait for a rank until the deadline, kill it and all that it started, and say how it ended."""
+    while time.monotonic() < deadline and not _has_ended(pid):
+        time.sleep(0.01)
+    kill_group(pid)
+    return nursery.reap(pid)
 
 
 def _has_ended(pid: int) -> bool:

@@ -54,7 +54,7 @@ class Nursery:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        parent = os.getpid()
+        self.owner = parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         with (
