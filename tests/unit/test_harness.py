@@ -112,6 +112,12 @@ def start_a_child(rank: int, world_size: int) -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid
 
 
+def start_a_child_and_die(rank: int, world_size: int, folder: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    (Path(folder) / "child").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -219,6 +225,16 @@ def test_fresh_ranks_are_gone_afterwards_with_what_they_started() -> None:
     children = run_ranks_fresh(start_a_child, 2)
     assert set(ranks).isdisjoint(run_ranks_fresh(process_id, 2))
     assert not any(is_running(pid) for pid in ranks + children)
+
+
+def test_what_a_dead_rank_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        run_ranks_fresh(start_a_child_and_die, 1, str(tmp_path))
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 5
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(child)
 
 
 def test_failures_of_fresh_ranks_are_raised() -> None:
