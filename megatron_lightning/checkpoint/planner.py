@@ -111,7 +111,7 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def _cut_large(free: list[_Task], tensors: Mapping[str, _Holders], fair_share: int) -> list[_Task]:
-    """Cut replicated boxes that are large beside the share of a rank, so that shares can be equal."""
+    """Cut replicated boxes that are large beside the share of a rank, to make shares equal."""
     limit = max(_SMALL_BYTES, fair_share // 8)
     tasks = []
     for name, piece, ranks in free:

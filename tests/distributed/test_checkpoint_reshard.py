@@ -23,6 +23,7 @@ from megatron_lightning.checkpoint import (
     BoxedTensor,
     BoxReader,
     BoxWriter,
+    CheckpointError,
     list_tensors,
     load,
     load_objects,
@@ -258,3 +259,39 @@ def test_a_sub_group_saves_by_itself(tmp_path: Path) -> None:
     files = run_ranks(sub_group, 4, tmp_path / "a")
     assert sorted(files[0]) == ["rank_00000.bin", "rank_00001.bin"]
     assert load_objects(tmp_path / "a") == {"writer": 1}
+
+
+# ---- GPUs
+
+
+def on_gpus(rank: int, world: int, path: Path) -> None:
+    """NCCL carries the plan and the errors; the data go from and to device memory."""
+    device = torch.device("cuda", rank)
+    whole = value("w", (8, 6), torch.float32)
+    rows = 8 // world
+    local = whole[rank * rows :][:rows].to(device)
+    flat = value("m", (5, 5), torch.float32).reshape(-1)[12 * rank : 12 + 13 * rank].to(device)
+    state = {
+        "w": BoxedTensor.from_local(local, (8, 6), (rank * rows, 0)),
+        "m": BoxedTensor.from_flat(flat, (5, 5), (0, 0), (5, 5), 12 * rank),
+        "replica": torch.arange(5.0, device=device),
+    }
+    save(path, state, {"rng": torch.cuda.get_rng_state(device)})
+    columns = torch.zeros(8, 6 // world, dtype=torch.bfloat16, device=device)
+    moments, replica = torch.zeros(5, 5, device=device), torch.zeros(5, device=device)
+    part = BoxedTensor.from_local(columns, (8, 6), (0, rank * 6 // world))
+    report = load(path, {"w": part, "m": moments, "replica": replica})
+    expected = whole.bfloat16().narrow(1, rank * 6 // world, 6 // world)
+    assert list(report.converted) == ["w"]
+    assert torch.equal(columns.cpu(), expected)
+    assert torch.equal(moments.cpu(), value("m", (5, 5), torch.float32))
+    assert torch.equal(replica.cpu(), torch.arange(5.0))
+    with pytest.raises(CheckpointError, match="of another shape or dtype"):
+        load(path, {"w": torch.zeros(1 + rank)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_gpus_with_nccl(tmp_path: Path) -> None:
+    run_ranks(on_gpus, 2, tmp_path / "a", backend="nccl")
+    verify(tmp_path / "a")
