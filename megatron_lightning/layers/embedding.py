@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.layers.linear import Border, Linear
+from megatron_lightning.layers.linear import Linear
+from megatron_lightning.parallel.plain_layers import Border
 from megatron_lightning.parallel.random import Initial
 
 

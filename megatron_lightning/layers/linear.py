@@ -7,15 +7,13 @@ outputs (all-reduce, or reduce-scatter of the sequence); see `parallel/tensor.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.parallel.plain_layers import Border, bordered_linear
 from megatron_lightning.parallel.random import Constant, Initial
-
-Border = Callable[[Tensor], Tensor]
 
 
 class Linear(nn.Module):
@@ -48,12 +46,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held."""
-        if self.before is not None:
-            x = self.before(x)
         *output_shape, in_features = self.weight.shape
         weight = self.weight.view(-1, in_features)
         bias = None if self.bias is None else self.bias.view(-1)
-        y = F.linear(x, weight, None if self.sums_output else bias)
+        y = bordered_linear(x, weight, None if self.sums_output else bias, self.before)
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if self.after is not None:
             y = self.after(y)

@@ -16,6 +16,7 @@ the conjugate operators of Megatron-LM (arXiv 1909.08053, section 3) and of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,9 @@ from megatron_lightning.parallel.mesh import MeshAxis
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Finish = Callable[[], Tensor]
+"""Waits for what was started and returns its result. Every rank must start in the same order."""
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -38,27 +42,58 @@ def all_reduce_(x: Tensor, axis: MeshAxis, op: Literal["sum", "max", "min"] = "s
     return x
 
 
-def all_gather(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Join every rank's `x` (equal shapes) along `dim`, in axis order; no gradient."""
+def begin_all_reduce_(x: Tensor, axis: MeshAxis) -> Finish:
+    """Start to sum a contiguous tensor in place; call the result to wait for and get it."""
     if axis.size == 1:
+        return lambda: x
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
         return x
-    joined = x.new_empty(axis.size * x.shape[0] if x.dim() else axis.size, *x.shape[1:])
-    all_gather_single(joined, x.contiguous(), group=axis.group)
+
+    return finish
+
+
+def begin_all_gather(x: Tensor, axis: MeshAxis, dim: int) -> Finish:
+    """Start to join every rank's `x` (equal shapes) along `dim`, in axis order; no gradient."""
+    if axis.size == 1:
+        return lambda: x
     dim = dim % x.dim()
-    return joined if dim == 0 else torch.cat(joined.chunk(axis.size, 0), dim)
+    joined = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    work = all_gather_single(joined, x.contiguous(), group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return joined if dim == 0 else torch.cat(joined.chunk(axis.size, 0), dim)
+
+    return finish
 
 
-def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Sum `x` over the axis and keep the own one of `axis.size` equal parts along `dim`; no
-    gradient.
-    """
+def begin_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Finish:
+    """Start to sum `x` and keep the own one of `axis.size` equal parts along `dim`; no gradient."""
     if axis.size == 1:
-        return x
+        return lambda: x
     dim = _check_divides(x, axis, dim)
     parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim), 0)
     own = parts.new_empty(parts.shape[0] // axis.size, *parts.shape[1:])
-    reduce_scatter_single(own, parts, group=axis.group)
-    return own
+    work = reduce_scatter_single(own, parts, group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return own
+
+    return finish
+
+
+def all_gather(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Join every rank's `x` (equal shapes) along `dim`, in axis order; no gradient."""
+    return begin_all_gather(x, axis, dim)()
+
+
+def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Sum `x` over the axis and keep the own one of equal parts along `dim`; no gradient."""
+    return begin_reduce_scatter(x, axis, dim)()
 
 
 def own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:

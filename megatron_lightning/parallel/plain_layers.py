@@ -11,7 +11,19 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.parallel.column import ColumnInput
+
 Border = Callable[[Tensor], Tensor]
+"""What a layer does to its input or output; None for nothing."""
+
+
+def bordered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Border | None
+) -> Tensor:
+    """`F.linear(before(x), weight, bias)`, fused where the border can be."""
+    if isinstance(before, ColumnInput):
+        return before.linear(x, weight, bias)
+    return F.linear(x if before is None else before(x), weight, bias)
 
 
 class SplitLinear(nn.Linear):
@@ -24,8 +36,8 @@ class SplitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
-        x = input if self.before is None else self.before(input)
-        y = F.linear(x, self.weight, None if self.sums_output else self.bias)
+        bias = None if self.sums_output else self.bias
+        y = bordered_linear(input, self.weight, bias, self.before)
         y = y if self.after is None else self.after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
 

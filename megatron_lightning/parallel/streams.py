@@ -96,6 +96,10 @@ class Streams(ABC):
         """True when tensor ranks hold different parts of such an activation."""
         return self.mesh.tp.size > 1 and (layout is not Layout.HIDDEN or self.sequence_parallel)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
+        """A copied network (weight averaging makes some) draws from the same source."""
+        return self
+
     @abstractmethod
     def draw(
         self, shape: torch.Size, p: float, *, site: str, layout: Layout, device: torch.device

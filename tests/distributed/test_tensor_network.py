@@ -88,7 +88,9 @@ class Network(nn.Module):
         self.loss = CrossEntropy(vocab_size, label_smoothing=smoothing)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1])[None])
+        x = self.words(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)[None]
+        )
         for layer in self.layers.values():
             x = layer(x)
         return self.head(self.norm(x))
@@ -103,13 +105,14 @@ def build(
     sequence_parallel: bool = False,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[Network, dict[str, ParameterInfo]]:
     settings = {"vocab_size": 257, "smoothing": 0.0, "pad_multiple": 8} | options
     network = Network(tied=tied, **settings)
     plan = PLAN if tied else ParallelPlan(splits=PLAN.splits)
     table = apply_tensor_parallel(network, plan, axis, sequence_parallel=sequence_parallel)
-    materialise(network, table, seed=7, device="cpu", dtype=dtype)
+    materialise(network, table, seed=7, device=device, dtype=dtype)
     return network, table
 
 

@@ -1,0 +1,83 @@
+"""The input border of column-split layers, and the matrix product fused with it.
+
+Apart, border and product keep the gathered sequence for the weight's gradient, which undoes what
+sequence parallelism saves. Fused, only the own part is kept and gathered once more in the backward
+pass, while the input's gradient is computed; that is then reduced while the weight's gradient is
+computed (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.parallel.collectives import (
+    all_gather,
+    begin_all_gather,
+    begin_all_reduce_,
+    begin_reduce_scatter,
+    copy_to_axis,
+    gather_dim,
+)
+from megatron_lightning.parallel.mesh import MeshAxis
+
+
+@dataclass(frozen=True)
+class ColumnInput:
+    """Makes the whole input of a layer whose output features are split over `axis`."""
+
+    axis: MeshAxis
+    sequence_dim: int | None
+    """Dim that is split and gathered; None: the input is whole, its gradient is summed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Part of the sequence, or whole input -> whole input."""
+        if self.sequence_dim is None:
+            return copy_to_axis(x, self.axis)
+        return gather_dim(x, self.axis, self.sequence_dim)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of the whole input: (..., in), (out/tp, in) -> (..., out/tp)."""
+        if torch.is_autocast_enabled(x.device.type):  # which casts around each operation of its own
+            return F.linear(self(x), weight, bias)
+        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: MeshAxis, dim: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.dim = axis, dim
+        return F.linear(x if dim is None else all_gather(x, axis, dim), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        axis, dim = ctx.axis, ctx.dim
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = reduced = gathered = None
+        if needs_weight and dim is not None:
+            gathered = begin_all_gather(x, axis, dim)
+        if needs_x:
+            grad_x = grad @ weight
+        whole = x if gathered is None else gathered()
+        if grad_x is not None:
+            reduced = (
+                begin_all_reduce_(grad_x, axis)
+                if dim is None
+                else begin_reduce_scatter(grad_x, axis, dim)
+            )
+        rows = grad.flatten(0, -2)
+        if needs_weight:
+            grad_weight = rows.t() @ whole.flatten(0, -2)
+        if needs_bias:
+            grad_bias = rows.sum(dim=0)
+        return None if reduced is None else reduced(), grad_weight, grad_bias, None, None
