@@ -8,7 +8,7 @@ in the data is a count of samples, stored with the checkpoint and valid in any l
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,7 +19,7 @@ from megatron_lightning.data.gpt import GPTDataset
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.loader import StatefulLoader
 from megatron_lightning.data.samplers import GlobalBatchSampler
-from megatron_lightning.data.splits import Splits, parse_split, split_ranges
+from megatron_lightning.data.splits import parse_split, split_ranges
 
 
 class PretrainingDataModule(LightningDataModule):
@@ -171,10 +171,11 @@ class PretrainingDataModule(LightningDataModule):
         """
         if errors := self.validate():
             raise ValueError("PretrainingDataModule:\n- " + "\n- ".join(errors))
+        eod_id = self.eod_id  # read once: a large tokenizer takes a second to load
         if stage == "fit":
             self._loader, self._loaded = None, None
             wanted = self._samples_wanted()
-            self._train = self._build("train", self.weights, wanted)
+            self._train = self._build("train", self.weights, wanted, eod_id)
             length = len(self._train)
             self._train_samples = length if wanted is None else min(wanted, length)
             if self._train_samples < self.global_batch_size:
@@ -186,9 +187,9 @@ class PretrainingDataModule(LightningDataModule):
                     "or seq_length, or ask for more with num_train_samples"
                 )
         if stage in ("fit", "validate"):
-            self._valid = self._build("valid", None, None)
+            self._valid = self._build("valid", None, None, eod_id)
         if stage == "test":
-            self._test = self._build("test", None, None)
+            self._test = self._build("test", None, None, eod_id)
 
     def _samples_wanted(self) -> int | None:
         """Samples that the run will use, None when a pass over the split is an epoch."""
@@ -198,7 +199,11 @@ class PretrainingDataModule(LightningDataModule):
         return batches * self.global_batch_size
 
     def _build(
-        self, part: str, weights: Sequence[float] | None, samples: int | None
+        self,
+        part: Literal["train", "valid", "test"],
+        weights: Sequence[float] | None,
+        samples: int | None,
+        eod_id: int | None,
     ) -> OrderedSource:
         """Builds a split of the blend; without weights, all of every corpus that has a weight."""
         used = [
@@ -208,21 +213,23 @@ class PretrainingDataModule(LightningDataModule):
             )
             if weight > 0 or weights is not None
         ]
-        make = [partial(self._build_one, path, part) for path in used]
+        make = [partial(self._build_one, path, part, eod_id) for path in used]
         return build_blend(make, weights, samples, names=used)
 
-    def _build_one(self, path: str, part: str, samples: int | None) -> GPTDataset:
+    def _build_one(
+        self, path: str, part: str, eod_id: int | None, samples: int | None
+    ) -> GPTDataset:
         indexed = IndexedDataset(path)
-        sequences: Splits = split_ranges(self.split, len(indexed))
+        ranges = split_ranges(self.split, len(indexed))._asdict()
         return GPTDataset(
             indexed,
-            getattr(sequences, part),
+            ranges[part],
             samples,
             self.seq_length,
             self.seed,
             eod_mask_loss=self.eod_mask_loss,
             reset_position_ids=self.reset_position_ids,
-            eod_id=self.eod_id,
+            eod_id=eod_id,
             drop_last=part == "train",  # elsewhere every token counts
             cache_dir=self.cache_dir,
         )

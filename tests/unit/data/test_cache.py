@@ -2,7 +2,6 @@
 harm.
 """
 
-import os
 import pickle
 import threading
 from pathlib import Path
@@ -61,16 +60,8 @@ def test_racing_ranks_share_one_entry(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
-    blocked.write_text("")  # a file where the folder would be: fails for root as well
+    blocked.write_text("")  # a file where the folder would be: fails even for root
     arrays = cached_arrays(blocked / "cache", {"x": 1}, lambda: {"a": np.arange(3)})
-    assert arrays["a"].tolist() == [0, 1, 2]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_done_without(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir(mode=0o555)
-    arrays = cached_arrays(cache, {"x": 1}, lambda: {"a": np.arange(3)})
     assert arrays["a"].tolist() == [0, 1, 2]
 
 

@@ -197,21 +197,19 @@ def test_lightning_runs_epochs(uninterrupted: list) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize(
-    ("hook", "step"),
+    ("hook", "step", "validate"),
     [
-        *(("on_train_batch_end", step) for step in (1, 5, 6, 7, 12)),
-        ("on_train_epoch_end", 6),  # consumed samples = length of the epoch
-        ("on_train_epoch_end", 12),
-        ("on_validation_end", 6),
+        *(("on_train_batch_end", step, v) for step in (1, 5, 6, 7, 12) for v in (True, False)),
+        ("on_train_epoch_end", 6, True),  # consumed samples = length of the epoch
+        ("on_train_epoch_end", 6, False),
+        ("on_train_epoch_end", 12, True),
+        ("on_validation_end", 6, True),
     ],
 )
 def test_lightning_resumes_exactly(
     tmp_path: Path, uninterrupted: list, hook: str, step: int, validate: bool
 ) -> None:
-    if hook == "on_validation_end" and not validate:
-        pytest.skip("no validation to save in")
     path = tmp_path / "x.ckpt"
     fit(make(), SaveAt(hook, step, path), validate=validate, max_steps=step, max_epochs=-1)
     resumed = fit(make(), validate=validate, ckpt_path=path)
