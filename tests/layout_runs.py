@@ -46,6 +46,7 @@ class Run:
     global_batch_size: int = 8
     learning_rate: float = 1e-3
     normalization: str = "token"
+    attention: str = "fused"
     keep_gradients: tuple[int, ...] = (0, 1, 9)
     """Steps whose gradients are compared."""
 
@@ -153,7 +154,9 @@ def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
 
 
 def make_strategy(layout: dict[str, Any]) -> MegatronStrategy:
-    """A strategy from its keyword arguments, where `virtual` stands for the virtual pipeline size."""
+    """A strategy from its keyword arguments, where `virtual` stands for the virtual pipeline
+    size.
+    """
     layout = dict(layout)
     if "virtual" in layout:
         layout["pipeline"] = PipelineConfig(virtual_pipeline_size=layout.pop("virtual"))
@@ -167,6 +170,7 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         OptimizerConfig(lr=run.learning_rate, weight_decay=0.1),
         SchedulerConfig(lr_decay_style="cosine", lr_warmup_steps=3, min_lr=run.learning_rate / 10),
         loss_normalization=run.normalization,
+        attention=run.attention,
     )
     recorder = Recorder(run)
     options = dict(

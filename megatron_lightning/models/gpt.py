@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.layers.loss import masked_mean
+from megatron_lightning.layers.torch_backend import AttentionKernel, TorchBackend
 from megatron_lightning.models.generate import Sampling, generate
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.module import MegatronModule
-from megatron_lightning.models.plans import gpt_plan
+from megatron_lightning.models.plans import check_tensor_parallel, gpt_plan
 from megatron_lightning.models.presets import preset_config
 from megatron_lightning.optim.build import build_optimizer
 from megatron_lightning.optim.schedules import build_schedule
@@ -35,6 +37,8 @@ class GPTModel(MegatronModule):
     `loss_normalization`: "token" divides the window's summed loss by all its tokens, whatever the
     micro-batches and ranks; "micro_batch" averages the means of micro-batches equally, as
     Megatron-Core does by default.
+    `attention`: "fused" uses torch's kernels; "reference" is written out, for exact dropout and as
+    an oracle.
     """
 
     def __init__(
@@ -43,17 +47,21 @@ class GPTModel(MegatronModule):
         optimizer: OptimizerConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         loss_normalization: LossNormalization = "token",
+        attention: AttentionKernel = "fused",
     ) -> None:
         super().__init__()
         if loss_normalization not in ("token", "micro_batch"):
             raise ValueError(
                 f"loss_normalization={loss_normalization!r}: choose 'token' or 'micro_batch'"
             )
+        if attention not in ("fused", "reference"):
+            raise ValueError(f"attention={attention!r}: choose 'fused' or 'reference'")
         self.save_hyperparameters()
         self.config = config
         self.optimizer_config = optimizer or OptimizerConfig()
         self.scheduler_config = scheduler or SchedulerConfig()
         self.loss_normalization = loss_normalization
+        self.attention = attention
 
     @classmethod
     def from_preset(cls, name: str, **kwargs: Any) -> Self:
@@ -64,11 +72,23 @@ class GPTModel(MegatronModule):
 
     def build_network(self, device: str | None = None) -> nn.Module:
         """Make the network with uninitialised weights."""
-        return GPTNetwork(self.config, device=device)
+        return GPTNetwork(self.config, TorchBackend(attention=self.attention), device=device)
 
     def parallel_plan(self) -> ParallelPlan:
         """The GPT family's split table."""
         return gpt_plan(self.config)
+
+    def check_parallel(self, config: ParallelConfig) -> list[str]:
+        """What the layout can't do with this model, before anything is started."""
+        problems = check_tensor_parallel(self.config, config.tensor_parallel_size)
+        dropout = self.config.attention_dropout
+        if config.runtime.exact_dropout and dropout > 0 and self.attention != "reference":
+            problems.append(
+                f"runtime.exact_dropout=True with attention_dropout={dropout} and"
+                f" attention={self.attention!r}: a fused kernel draws its own masks; use"
+                " GPTModel(attention='reference')"
+            )
+        return problems
 
     def check_data(self, data: Any) -> list[str]:
         """What doesn't fit between the model and a `PretrainingDataModule`, before anything is

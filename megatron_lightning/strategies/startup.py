@@ -63,6 +63,9 @@ def run_problems(
             f"ranks: the schedule runs"
             " forward and backward itself; use automatic optimization, or data parallelism only"
         )
+    own_check = getattr(module, "check_parallel", None)
+    if own_check is not None:
+        problems += own_check(config)
     problems += _cut_problems(strategy, module)
     if datamodule is not None:
         data_check = getattr(datamodule, "validate", None)

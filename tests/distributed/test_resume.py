@@ -20,7 +20,8 @@ STEPS, SAVED_AT = 6, 3
 def fit(
     rank: int, world_size: int, run: Run, folder: str, stop: int, resume: str | None, frozen: str = ""
 ) -> dict[str, Any]:
-    """Train up to step `stop`, from `resume` if given; save every `SAVED_AT` steps under `folder`."""
+    """Train up to step `stop`, from `resume` if given; save every `SAVED_AT` steps under
+    `folder`."""
     model = GPTModel(
         run.config,
         OptimizerConfig(lr=run.learning_rate),
@@ -31,7 +32,19 @@ def fit(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
     recorder = Recorder(run)
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1, save_last=True)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, "
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        "save_top_k=-1, save_last=True)
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
         accelerator="cpu",
@@ -103,7 +116,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("saved")
     run = run_of(config=tiny_config(tie_word_embeddings=True), layout=LAYOUTS["tp2_pp2"][1])
     ranks = run_ranks_fresh(fit, 4, run, str(folder), STEPS, None)
-    return folder / f"step={SAVED_AT}.ckpt", ranks[0] | {"final": assemble([r["final"] for r in ranks])}
+    return folder / f"step={SAVED_AT}.ckpt", ranks[0] | {"final": assemble([r["final"] for r in "
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        "ranks])}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,12 +138,25 @@ def test_another_layout_continues(layout: str, saved: tuple[Path, dict[str, Any]
     run = run_of(config=tiny_config(tie_word_embeddings=True), layout=options)
     ranks = run_ranks_fresh(fit, world_size, run, str(tmp_path), STEPS, str(checkpoint))
     assert ranks[0]["rates"] == whole["rates"][SAVED_AT:]
-    for step, (got, want) in enumerate(zip(ranks[0]["losses"], whole["losses"][SAVED_AT:], strict=True)):
+    for step, (got, want) in enumerate(zip(ranks[0]["losses"], whole["losses"][SAVED_AT:], "
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        "strict=True)):
         tolerances.assert_loss_close(got, want, step)
 
 
 def test_frozen_parameters_and_missing_state(tmp_path: Path) -> None:
-    """Saved with a frozen embedding, loaded with it trainable: its state begins afresh, nothing else does."""
+    """Saved with a frozen embedding, loaded with it trainable: its state begins afresh, nothing
+    else does."""
     run = run_of(config=tiny_config(tie_word_embeddings=False))
     run_ranks_fresh(fit, 1, run, str(tmp_path), SAVED_AT, None, "embedding")
     [rest] = run_ranks_fresh(fit, 1, run, str(tmp_path / "b"), STEPS, str(tmp_path / "last.ckpt"))
