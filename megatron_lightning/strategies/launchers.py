@@ -4,6 +4,7 @@ something outside.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,3 +86,9 @@ class ForkLauncher(_MultiProcessingLauncher):
         """Check, fork, wait."""
         check_before_start(self._strategy, args, kwargs)  # type: ignore[arg-type]
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        """Runs in a forked rank, which first of all has to learn which one it is."""
+        os.environ["LOCAL_RANK"] = str(process_idx)
+        self._strategy.set_world_ranks()
+        super()._wrapping_function(process_idx, *args, **kwargs)
