@@ -255,8 +255,7 @@ def build_blend(
     if size is None:
         raise ValueError(
             "weights need a number of samples: give num_train_samples or Trainer(max_steps=...), "
-            "or leave "
-            "the weights out to draw every source once"
+            "or leave the weights out to draw every source once"
         )
     shares = normalise(weights)
     due = [math.ceil(size * share) for share in shares]

@@ -65,15 +65,13 @@ def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None
         if size != card.bin_bytes:
             errors.append(
                 f"paths: {bin_path(path)} has {size} bytes, {card_path(path)} describes "
-                f"{card.bin_bytes}: "
-                "the card belongs to another corpus"
+                f"{card.bin_bytes}: the card belongs to another corpus"
             )
         said = (str(card_path(path)), card.tokenizer_digest)
         if first is not None and first[1] != said[1]:
             errors.append(
                 f"tokenizer: {said[0]} says the data was made with {card.tokenizer} ({said[1]}), "
-                "but "
-                f"{first[0]} is {first[1]}: use the same tokenizer or preprocess again"
+                f"but {first[0]} is {first[1]}: use the same tokenizer or preprocess again"
             )
         first = first or said
     return errors

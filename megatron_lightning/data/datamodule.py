@@ -105,8 +105,7 @@ class PretrainingDataModule(LightningDataModule):
         if micro > 0 and batch > 0 and batch % micro:
             errors.append(
                 f"global_batch_size={batch} must be a multiple of micro_batch_size={micro}, such "
-                "as "
-                f"{-(-batch // micro) * micro}"
+                f"as {-(-batch // micro) * micro}"
             )
         if not 0 <= self.seed < 2**32:
             errors.append(f"seed={self.seed} must be between 0 and {2**32 - 1}")
@@ -127,8 +126,7 @@ class PretrainingDataModule(LightningDataModule):
         if not errors and (self.eod_mask_loss or self.reset_position_ids) and self.eod_id is None:
             errors.append(
                 "tokenizer: eod_mask_loss and reset_position_ids need the end-of-document token, "
-                "and the "
-                "corpora have no data card: name their tokenizer"
+                "and the corpora have no data card: name their tokenizer"
             )
         if data_parallel_size is not None:
             errors += self._batch_errors(data_parallel_size)
@@ -181,10 +179,9 @@ class PretrainingDataModule(LightningDataModule):
             if self._train_samples < self.global_batch_size:
                 raise ValueError(
                     f"global_batch_size={self.global_batch_size}: the training split of "
-                    f"{self.paths} gives "
-                    f"only {self._train_samples} samples of {self.seq_length} tokens: lower the "
-                    "batch size "
-                    "or seq_length, or ask for more with num_train_samples"
+                    f"{self.paths} gives only {self._train_samples} samples of {self.seq_length} "
+                    "tokens: lower the batch size or seq_length, or ask for more with "
+                    "num_train_samples"
                 )
         if stage in ("fit", "validate"):
             self._valid = self._build("valid", None, None, eod_id)
@@ -318,10 +315,7 @@ class PretrainingDataModule(LightningDataModule):
         if self._train is not None and state_dict["train_order"] != self._train.fingerprint:
             rank_zero_warn(
                 "The order of the training samples is not the one of the checkpoint (other data, "
-                "seed, "
-                "split, seq_length, weights, or a number of samples that needs more epochs): the "
-                "run "
-                f"continues at sample {state_dict['loader']['consumed_samples']} of the new order, "
-                "where "
-                "samples may repeat or be left out."
+                "seed, split, seq_length, weights, or a number of samples that needs more "
+                f"epochs): the run continues at sample {state_dict['loader']['consumed_samples']} "
+                "of the new order, where samples may repeat or be left out."
             )

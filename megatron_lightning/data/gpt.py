@@ -73,8 +73,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         if (eod_mask_loss or reset_position_ids) and eod_id is None:
             raise ValueError(
                 "eod_id is needed by eod_mask_loss and reset_position_ids: give a tokenizer or a "
-                "data "
-                "card that knows the end-of-document token"
+                "data card that knows the end-of-document token"
             )
         if not 0 <= sequence_range.start <= sequence_range.stop <= len(indexed):
             raise ValueError(

@@ -169,14 +169,12 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if size == expected + sequences and sequences:
         raise ValueError(
             f"{path} has {size} bytes, {sequences} more than its {expected}: it is a multimodal "
-            "index "
-            "(one mode byte a sequence), which is not supported"
+            "index (one mode byte a sequence), which is not supported"
         )
     if size != expected:
         raise ValueError(
             f"{path} has {size} bytes, but {sequences} sequences and {boundaries} document "
-            "boundaries "
-            f"need {expected}: the file is damaged; write it again"
+            f"boundaries need {expected}: the file is damaged; write it again"
         )
     return DTYPE_CODES[code], sequences, boundaries
 
@@ -203,8 +201,7 @@ def _check_pointers(
         if not np.array_equal(pointers[begin : begin + _CHECK_CHUNK], (ends - part) * itemsize):
             raise ValueError(
                 f"{path}: sequence pointers are not the running sum of the sequence lengths: the "
-                "file "
-                "is damaged"
+                "file is damaged"
             )
         total = int(ends[-1])
     return total
@@ -216,8 +213,7 @@ def _map_tokens(path: Path, index: Path, tokens: int, dtype: np.dtype) -> NDArra
     if size != expected:
         raise ValueError(
             f"{path} has {size} bytes, but {index} describes {expected} ({tokens} tokens of "
-            f"{dtype.name}): "
-            "one of them is damaged or they belong to different corpora"
+            f"{dtype.name}): one of them is damaged or they belong to different corpora"
         )
     if size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)

@@ -107,8 +107,7 @@ class IndexedDatasetWriter:
         if dataset.dtype != self.dtype:
             raise ValueError(
                 f"{dataset.prefix} holds {dataset.dtype.name} tokens, {self._prefix} "
-                f"{self.dtype.name}: "
-                "preprocess one of them again with the other's tokenizer"
+                f"{self.dtype.name}: preprocess one of them again with the other's tokenizer"
             )
         with bin_path(dataset.prefix).open("rb") as source:
             shutil.copyfileobj(source, self._open_file(), 16 << 20)
@@ -196,8 +195,7 @@ def _convert(tokens: NDArray, dtype: np.dtype) -> NDArray:
         if low < limit.min or high > limit.max:
             raise ValueError(
                 f"token ids run from {low} to {high}, outside {dtype.name} ({limit.min} to "
-                f"{limit.max}): "
-                "choose the token type with best_dtype(vocab_size)"
+                f"{limit.max}): choose the token type with best_dtype(vocab_size)"
             )
     return tokens.astype(dtype)
 

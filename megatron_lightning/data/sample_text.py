@@ -19,8 +19,7 @@ def python_help_texts() -> list[str]:
     except ImportError as error:
         raise RuntimeError(
             "this Python has no pydoc_data.topics (some minimal images remove it): install the "
-            "full "
-            "standard library, or give your own JSONL file"
+            "full standard library, or give your own JSONL file"
         ) from error
     return [topics[name] for name in sorted(topics)]
 
