@@ -46,7 +46,7 @@ def begin_all_reduce_(x: Tensor, axis: MeshAxis) -> Finish:
     """Start to sum a contiguous tensor in place; call the result to wait for and get it."""
     if axis.size == 1:
         return lambda: x
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    work: Any = dist.all_reduce(x, group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -61,7 +61,7 @@ def begin_all_gather(x: Tensor, axis: MeshAxis, dim: int) -> Finish:
         return lambda: x
     dim = dim % x.dim()
     joined = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    work = all_gather_single(joined, x.contiguous(), group=axis.group, async_op=True)
+    work: Any = all_gather_single(joined, x.contiguous(), group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -77,7 +77,7 @@ def begin_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Finish:
     dim = _check_divides(x, axis, dim)
     parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim), 0)
     own = parts.new_empty(parts.shape[0] // axis.size, *parts.shape[1:])
-    work = reduce_scatter_single(own, parts, group=axis.group, async_op=True)
+    work: Any = reduce_scatter_single(own, parts, group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()

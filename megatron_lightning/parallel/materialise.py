@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +156,7 @@ def _draw_whole_module(
         setattr(module, name, nn.Parameter(whole, requires_grad=kept[name].requires_grad))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-        module.reset_parameters()
+        cast(Any, module).reset_parameters()
     values = {}
     for name, info in meta.items():
         whole = getattr(module, name).detach()
@@ -184,7 +185,7 @@ def _fill_buffers(network: nn.Module, device: torch.device) -> None:
         if not lost:
             continue
         if _has(module, "reset_buffers"):
-            module.reset_buffers()
+            cast(Any, module).reset_buffers()
         else:
             _reset_plain_buffers(module)
 
@@ -194,7 +195,7 @@ def _reset_plain_buffers(module: nn.Module) -> None:
     """Recompute buffers by `reset_parameters` and put the parameters' values back."""
     kept = {name: parameter.clone() for name, parameter in _own(module)}
     with torch.random.fork_rng(devices=[]):
-        module.reset_parameters()
+        cast(Any, module).reset_parameters()
     for name, value in kept.items():
         getattr(module, name).copy_(value)
 
@@ -208,7 +209,7 @@ def _meta(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _initials(module: nn.Module) -> Mapping[str, Initial] | None:
-    return module.initials if hasattr(module, "initials") else None
+    return cast(Any, module).initials if hasattr(module, "initials") else None
 
 
 def _has(module: nn.Module, method: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def true_shape(parameter: NamedParameter, split: Split, plan: ParallelPlan) -> t
     """Global shape without padding: a network that was padded before keeps its true vocabulary."""
     shape = list(parameter.value.shape)
     if split.dim is not None and padding_multiple(parameter, split, plan) is not None:
-        sizes = [m.vocab_size for _, m, _ in parameter.uses if hasattr(m, "vocab_size")]
+        sizes = [cast(int, m.vocab_size) for _, m, _ in parameter.uses if hasattr(m, "vocab_size")]
         shape[split.dim] = min([shape[split.dim], *sizes])
     return tuple(shape)
 
@@ -172,10 +173,10 @@ def _set_borders(
         if Role.ROW in roles:
             _set_row(module, roles, axis, sequence_dim)
         if Role.FOLLOWS in roles and hasattr(module, "axis"):
-            module.axis = axis
+            cast(Any, module).axis = axis
     for module in network.modules():
         if split_logits and _takes_logits(module):
-            module.axis = axis
+            cast(Any, module).axis = axis
 
 
 def _takes_logits(module: nn.Module) -> bool:
@@ -188,7 +189,7 @@ def _takes_logits(module: nn.Module) -> bool:
 
 
 def _set_replicated(
-    module: nn.Module, splits: ModuleSplits, axis: MeshAxis, sequence_dim: int | None
+    module: Any, splits: ModuleSplits, axis: MeshAxis, sequence_dim: int | None
 ) -> None:
     """A whole table looked up by a split sequence: take the own part of the ids' last dim."""
     sequence = any(split.gradient is Gradient.SEQUENCE for split in splits.by_attribute.values())
@@ -197,14 +198,14 @@ def _set_replicated(
         module.before = partial(own_part, axis=axis, dim=-1)
 
 
-def _set_lookup(module: nn.Module, axis: MeshAxis, sequence_dim: int | None) -> None:
+def _set_lookup(module: Any, axis: MeshAxis, sequence_dim: int | None) -> None:
     rows = module.weight.shape[0]  # of every rank, padding included
     module.vocabulary_offset = axis.rank * rows
     module.after = _sum_border(axis, sequence_dim)
 
 
 def _set_column(
-    module: nn.Module, splits: ModuleSplits, axis: MeshAxis, sequence_dim: int | None
+    module: Any, splits: ModuleSplits, axis: MeshAxis, sequence_dim: int | None
 ) -> None:
     module.before = ColumnInput(axis, sequence_dim)
     gather = partial(gather_dim, axis=axis, dim=-1, backward="split")
@@ -216,7 +217,7 @@ def _set_column(
         module.out_features = module.weight.shape[0]
 
 
-def _set_row(module: nn.Module, roles: set[Role], axis: MeshAxis, sequence_dim: int | None) -> None:
+def _set_row(module: Any, roles: set[Role], axis: MeshAxis, sequence_dim: int | None) -> None:
     module.after = _sum_border(axis, sequence_dim)
     if hasattr(module, "sums_output"):
         module.sums_output = True

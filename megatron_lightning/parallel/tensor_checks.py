@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -60,7 +61,7 @@ def padding_multiple(parameter: NamedParameter, split: Split, plan: ParallelPlan
     if split.role not in (Role.VOCABULARY, Role.FOLLOWS):
         return None
     multiples = [
-        module.pad_multiple if hasattr(module, "pad_multiple") else 1
+        cast(int, module.pad_multiple) if hasattr(module, "pad_multiple") else 1
         for name, module, _ in parameter.uses
         if Role.VOCABULARY in module_splits(name.rpartition(".")[0], module, plan).roles
     ]

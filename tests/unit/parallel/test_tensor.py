@@ -270,3 +270,13 @@ def test_a_bias_behind_a_split_sequence_must_say_so() -> None:
     assert "l.bias is added to a part of the sequence" in text
     rows["l.bias"] = replicated(Gradient.SEQUENCE)
     assert _problems(network, sequence_parallel=True, **rows) == ""
+
+
+def test_a_network_that_is_padded_already_keeps_its_true_vocabulary() -> None:
+    network = Network()
+    first = _apply(network, 0, 1)
+    again = _apply(network, 0, 1)
+    assert again == first
+    assert again["network.words.weight"].global_shape == (50257, 4)
+    assert network.head.weight is network.words.weight
+    assert _apply(network, 1, 2)["network.words.weight"].sizes == (25041, 4)
