@@ -18,10 +18,17 @@ STEPS, SAVED_AT = 6, 3
 
 
 def fit(
-    rank: int, world_size: int, run: Run, folder: str, stop: int, resume: str | None, frozen: str = ""
+    rank: int,
+    world_size: int,
+    run: Run,
+    folder: str,
+    stop: int,
+    resume: str | None,
+    frozen: str = "",
 ) -> dict[str, Any]:
     """Train up to step `stop`, from `resume` if given; save every `SAVED_AT` steps under
-    `folder`."""
+    `folder`.
+    """
     model = GPTModel(
         run.config,
         OptimizerConfig(lr=run.learning_rate),
@@ -32,19 +39,9 @@ def fit(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
     recorder = Recorder(run)
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, "
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        "save_top_k=-1, save_last=True)
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1, save_last=True
+    )
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
         accelerator="cpu",
@@ -89,7 +86,9 @@ def test_same_layout_continues_bitwise(tmp_path: Path) -> None:
     )
     whole = run_ranks_fresh(fit, 2, run, str(tmp_path / "whole"), STEPS, None)
     run_ranks_fresh(fit, 2, run, str(tmp_path / "half"), SAVED_AT, None)
-    rest = run_ranks_fresh(fit, 2, run, str(tmp_path / "half"), STEPS, str(tmp_path / "half" / "last.ckpt"))
+    rest = run_ranks_fresh(
+        fit, 2, run, str(tmp_path / "half"), STEPS, str(tmp_path / "half" / "last.ckpt")
+    )
     for one, other in zip(whole, rest, strict=True):
         assert other["global_step"] == STEPS
         assert other["losses"] == one["losses"][SAVED_AT:]
@@ -116,47 +115,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("saved")
     run = run_of(config=tiny_config(tie_word_embeddings=True), layout=LAYOUTS["tp2_pp2"][1])
     ranks = run_ranks_fresh(fit, 4, run, str(folder), STEPS, None)
-    return folder / f"step={SAVED_AT}.ckpt", ranks[0] | {"final": assemble([r["final"] for r in "
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        "ranks])}
+    return folder / f"step={SAVED_AT}.ckpt", ranks[0] | {
+        "final": assemble([r["final"] for r in ranks])
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_layout_continues(layout: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_another_layout_continues(
+    layout: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     checkpoint, whole = saved
     world_size, options = LAYOUTS[layout]
     run = run_of(config=tiny_config(tie_word_embeddings=True), layout=options)
     ranks = run_ranks_fresh(fit, world_size, run, str(tmp_path), STEPS, str(checkpoint))
     assert ranks[0]["rates"] == whole["rates"][SAVED_AT:]
-    for step, (got, want) in enumerate(zip(ranks[0]["losses"], whole["losses"][SAVED_AT:], "
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        ""
-        "strict=True)):
+    for step, (got, want) in enumerate(
+        zip(ranks[0]["losses"], whole["losses"][SAVED_AT:], strict=True)
+    ):
         tolerances.assert_loss_close(got, want, step)
 
 
 def test_frozen_parameters_and_missing_state(tmp_path: Path) -> None:
     """Saved with a frozen embedding, loaded with it trainable: its state begins afresh, nothing
-    else does."""
+    else does.
+    """
     run = run_of(config=tiny_config(tie_word_embeddings=False))
     run_ranks_fresh(fit, 1, run, str(tmp_path), SAVED_AT, None, "embedding")
     [rest] = run_ranks_fresh(fit, 1, run, str(tmp_path / "b"), STEPS, str(tmp_path / "last.ckpt"))

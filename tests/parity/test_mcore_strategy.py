@@ -1,5 +1,6 @@
 """The recorded Megatron-Core training runs, reproduced under Lightning in one process and TP=2 x
-PP=2."""
+PP=2.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,19 +20,10 @@ from tests.parity.mcore_cases import NAMES, Case, load_case
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "tp2_pp2": (4, dict(tensor_parallel_size=2, pipeline_parallel_size=2)),
-    "tp2_sp_pp2": (4, dict(tensor_parallel_size=2, pipeline_parallel_size=2, "
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    "sequence_parallel=True)),
+    "tp2_sp_pp2": (
+        4,
+        dict(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True),
+    ),
 }
 
 
@@ -50,19 +42,11 @@ class RecordedBatches(L.LightningDataModule):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for step in range(len(self)):
-            fields = {"tokens": self.case.tokens, "labels": self.case.labels, "loss_mask": "
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                ""
-                "self.case.loss_mask}
+            fields = {
+                "tokens": self.case.tokens,
+                "labels": self.case.labels,
+                "loss_mask": self.case.loss_mask,
+            }
             yield {name: values[step].flatten(0, 1) for name, values in fields.items()}
 
 
@@ -73,7 +57,11 @@ def replay(rank: int, world_size: int, name: str, layout: dict[str, Any]) -> dic
     model = GPTModel(
         case.config,
         OptimizerConfig(lr=recorded["lr"], weight_decay=recorded["weight_decay"]),
-        SchedulerConfig(lr_warmup_steps=recorded["warmup"], lr_decay_steps=recorded["decay"], min_lr=recorded["min_lr"]),
+        SchedulerConfig(
+            lr_warmup_steps=recorded["warmup"],
+            lr_decay_steps=recorded["decay"],
+            min_lr=recorded["min_lr"],
+        ),
         loss_normalization="micro_batch",
     )
     model.configure_model()
