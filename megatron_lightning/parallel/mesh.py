@@ -61,6 +61,10 @@ class MeshAxis:
     group: Any = None
     """torch.distributed.ProcessGroup; None when size is 1."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
+        """Itself: a process group is shared, also by copies of a network (weight averaging)."""
+        return self
+
     @property
     def is_first(self) -> bool:
         """True at position 0."""
@@ -104,6 +108,10 @@ class ParallelMesh:
     axes: Mapping[str, MeshAxis] = field(default_factory=dict)
     control_group: Any = None
     """gloo group over all ranks for objects and signals; None in one process."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
+        """Itself, as its axes."""
+        return self
 
     def axis(self, name: str) -> MeshAxis:
         """Return the axis `name`; ValueError naming the known ones otherwise."""
