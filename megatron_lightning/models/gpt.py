@@ -61,7 +61,7 @@ class GPTModel(MegatronModule):
         self.optimizer_config = optimizer or OptimizerConfig()
         self.scheduler_config = scheduler or SchedulerConfig()
         self.loss_normalization = loss_normalization
-        self.attention = attention
+        self.attention: AttentionKernel = attention
 
     @classmethod
     def from_preset(cls, name: str, **kwargs: Any) -> Self:

@@ -99,6 +99,7 @@ class MegatronStrategy(MeshStrategy):
         super().__init__(config, plan)
         self._batch_dims = {**BATCH_DIMS, **(batch_dims or {})}
         self._parallel: ParallelModel | None = None
+        self._cut_module: LightningModule | None = None
         self._runner: StepRunner | None = None
         self._masters: MasterParameters | None = None
         self._window: AccumulationWindow | None = None
@@ -143,8 +144,8 @@ class MegatronStrategy(MeshStrategy):
         target = startup.find_target(module, self._plan)
         plugin = self._megatron_precision()
         plugin.has_plan = target is not None
-        module = self.precision_plugin.convert_module(module)
-        self._cut(module, target, buckets=fitting and module.automatic_optimization)
+        self.precision_plugin.convert_module(module)  # in place
+        self._cut(module, target, buckets=fitting and bool(module.automatic_optimization))
         self.model = module
         if fitting:
             self.setup_optimizers(trainer)
@@ -156,7 +157,8 @@ class MegatronStrategy(MeshStrategy):
     def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
         startup.claim(module, self)
         policy = self._megatron_precision().policy
-        if self._parallel is None:
+        if self._parallel is None or self._cut_module is not module:
+            self._cut_module = module
             self._parallel = parallelize(
                 module,
                 target,
@@ -184,7 +186,8 @@ class MegatronStrategy(MeshStrategy):
         """
         if self.config.runtime.seed is not None:
             return self.config.runtime.seed
-        return global_seed() if global_seed() is not None else DEFAULT_SEED
+        seed = global_seed()
+        return DEFAULT_SEED if seed is None else seed
 
     def _megatron_precision(self) -> MegatronPrecision:
         if not isinstance(self._precision_plugin, MegatronPrecision):
