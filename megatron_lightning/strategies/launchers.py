@@ -4,6 +4,7 @@ something outside.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,17 +42,21 @@ def choose_launcher(strategy: MegatronStrategy) -> _Launcher | None:
 
 
 def check_before_start(
-    strategy: MegatronStrategy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    strategy: MegatronStrategy,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
-    """All checks that need no process, on what `Trainer.fit` (or validate, ...) was given."""
+    """All checks that need no process, on what `Trainer.fit` (or validate, ...) was given; it is
+    about to call `function` with that.
+    """
     given = [*args, *kwargs.values()]
     datamodule = next((value for value in given if isinstance(value, LightningDataModule)), None)
     module = next(
         (value for value in given if isinstance(value, LightningModule)), strategy.lightning_module
     )
-    problems = startup.check_checkpoint_path(
-        kwargs.get("ckpt_path", args[4] if len(args) > 4 else None)
-    )
+    by_name = inspect.signature(function).bind(*args, **kwargs).arguments
+    problems = startup.check_checkpoint_path(by_name.get("ckpt_path"))
     if module is not None:
         world_size = strategy.num_processes * strategy.num_nodes
         problems += startup.run_problems(strategy, module, datamodule, world_size)
@@ -70,7 +75,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Check, start the other ranks, run `function`."""
-        check_before_start(self._strategy, args, kwargs)
+        check_before_start(self._strategy, function, args, kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -84,7 +89,7 @@ class ForkLauncher(_MultiProcessingLauncher):
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Check, fork, wait."""
-        check_before_start(self._strategy, args, kwargs)  # type: ignore[arg-type]
+        check_before_start(self._strategy, function, args, kwargs)  # type: ignore[arg-type]
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
