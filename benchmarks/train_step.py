@@ -1,0 +1,190 @@
+"""How fast is a training step through the whole stack: Trainer, MegatronStrategy, GPTModel?
+
+Shapes as in the published Megatron-Core comparisons: (a) dense 1.1B, (b) 8 layers of Llama-3-8B's
+width. Random tokens, bf16-mixed (bfloat16 weights, float32 main gradients and masters, AdamW), clip
+1.0, no recompute. Prints one JSON line a configuration:
+
+    python benchmarks/train_step.py --shapes a b --compile --out results.json
+
+Tokens a second a GPU are the median over `--steps` steps, the device synchronised around each.
+FLOPs: 6 N_matmul + 12 L heads head_dim S (whole score matrix) a token.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from megatron_lightning.config import GPTConfig
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.models import GPTModel
+from megatron_lightning.strategies import MegatronStrategy
+
+H200_BF16_TFLOPS = 989.0
+SHAPES: dict[str, dict[str, Any]] = {
+    "a": dict(
+        layers=16,
+        hidden=2048,
+        ffn=8192,
+        heads=32,
+        groups=8,
+        vocab=32768,
+        seq=4096,
+        micro=4,
+        accumulate=2,
+    ),
+    "b": dict(
+        layers=8,
+        hidden=4096,
+        ffn=14336,
+        heads=32,
+        groups=8,
+        vocab=128256,
+        seq=8192,
+        micro=1,
+        accumulate=2,
+    ),
+}
+
+
+class RandomTokens(L.LightningDataModule):
+    """A few fixed random batches over and over, on the device."""
+
+    def __init__(self, shape: dict[str, Any], batches: int) -> None:
+        super().__init__()
+        self.shape, self.batches = shape, batches
+        self.micro_batch_size = shape["micro"]
+
+    def train_dataloader(self) -> "RandomTokens":
+        return self
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = self.shape["micro"] * self.shape["accumulate"]
+        generator = torch.Generator().manual_seed(0)
+        size = (4, rows, self.shape["seq"] + 1)
+        tokens = torch.randint(0, self.shape["vocab"], size, generator=generator)
+        for index in range(self.batches):
+            row = tokens[index % 4]
+            mask = torch.ones(rows, self.shape["seq"])
+            yield {
+                "tokens": row[:, :-1].contiguous(),
+                "labels": row[:, 1:].contiguous(),
+                "loss_mask": mask,
+            }
+
+
+class Clock(L.Callback):
+    """Seconds of each step, the device synchronised; optionally compiles each layer first."""
+
+    def __init__(self, *, compiled: bool) -> None:
+        self.compiled, self.seconds, self.losses = compiled, [], []
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        if self.compiled:
+            for layer in module.network.decoder.layers.values():
+                layer.compile()
+        gc.disable()
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        torch.cuda.synchronize()
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+        self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train `--warm` + `--steps` steps of one shape."""
+    shape = SHAPES[name]
+    config = GPTConfig(
+        vocab_size=shape["vocab"],
+        num_layers=shape["layers"],
+        hidden_size=shape["hidden"],
+        ffn_hidden_size=shape["ffn"],
+        num_attention_heads=shape["heads"],
+        num_query_groups=shape["groups"],
+        max_position_embeddings=shape["seq"],
+    )
+    torch.cuda.reset_peak_memory_stats()
+    clock = Clock(compiled=args.compile)
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(
+            tensor_parallel_size=args.tp,
+            pipeline_parallel_size=args.pp,
+            sequence_parallel=args.tp > 1,
+        ),
+        accelerator="gpu",
+        devices=args.devices,
+        precision="bf16-mixed",
+        max_steps=args.warm + args.steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
+    trainer.fit(model, RandomTokens(shape, args.warm + args.steps))
+    step = statistics.median(clock.seconds[args.warm :])
+    tokens = shape["micro"] * shape["accumulate"] * shape["seq"]
+    dp = args.devices // (args.tp * args.pp)
+    rate = tokens * dp / step / args.devices
+    tflops = rate * config.flops_per_token(shape["seq"]) / 1e12
+    return {
+        "shape": name,
+        "compile": args.compile,
+        "devices": args.devices,
+        "tp": args.tp,
+        "pp": args.pp,
+        "dp": dp,
+        "tokens_per_second_per_gpu": round(rate),
+        "step_ms": round(1e3 * step, 1),
+        "tflops_full": round(tflops, 1),
+        "mfu_full": round(tflops / H200_BF16_TFLOPS, 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_loss": clock.losses[0],
+        "last_loss": clock.losses[-1],
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    """Measure the shapes that were asked for, one JSON line each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=["a"], choices=sorted(SHAPES))
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    for name in args.shapes:
+        result = measure(name, args)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(json.dumps(result), flush=True)
+            if args.out:
+                with open(args.out, "a") as file:
+                    file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
