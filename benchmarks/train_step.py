@@ -23,7 +23,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import GPTConfig
+from megatron_lightning.config import GPTConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
@@ -85,15 +85,13 @@ class RandomTokens(L.LightningDataModule):
 
 
 class Clock(L.Callback):
-    """Seconds of each step, the device synchronised; optionally compiles each layer first."""
+    """Seconds of each step, the device synchronised."""
 
-    def __init__(self, *, compiled: bool) -> None:
-        self.compiled, self.seconds, self.losses = compiled, [], []
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
 
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
-        if self.compiled:
-            for layer in module.network.decoder.layers.values():
-                layer.compile()
         gc.disable()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
@@ -121,12 +119,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         max_position_embeddings=shape["seq"],
     )
     torch.cuda.reset_peak_memory_stats()
-    clock = Clock(compiled=args.compile)
+    clock = Clock()
     trainer = L.Trainer(
         strategy=MegatronStrategy(
             tensor_parallel_size=args.tp,
             pipeline_parallel_size=args.pp,
             sequence_parallel=args.tp > 1,
+            runtime=RuntimeConfig(compile_layers=args.compile),
         ),
         accelerator="gpu",
         devices=args.devices,

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ScheduleName = Literal["1f1b", "gpipe"]
+from megatron_lightning.config.recompute import RecomputeConfig
+
+ScheduleName = Literal["1f1b", "gpipe", "zb-h1", "zb-v"]
+ShardingName = Literal["none", "optimizer", "fsdp"]
+MomentsName = Literal["float32", "bfloat16"]
 LauncherName = Literal["auto", "script", "fork"]
 
 
@@ -17,9 +21,11 @@ class PipelineConfig:
     """How layers are dealt to pipeline stages, and in which order micro-batches run."""
 
     virtual_pipeline_size: int = 1
-    """Chunks of layers that each pipeline rank holds; above 1 the schedule is interleaved 1F1B."""
+    """Chunks of layers that each pipeline rank holds; above 1, schedule "1f1b" is interleaved."""
     schedule: ScheduleName = "1f1b"
-    """Order of forwards and backwards: one-forward-one-backward, or all forwards first (gpipe)."""
+    """Order of forwards and backwards: one-forward-one-backward, all forwards first (gpipe), or
+    zero bubble, which computes weight gradients when a rank would wait (zb-h1; zb-v with two chunks
+    a rank)."""
     layout: str | Sequence[Sequence[str]] | None = None
     """Explicit stages, e.g. "Et*3|t*4|t*4|t*2L" (E embedding, t layer, L head, | cut); None:
     balanced by cost."""
@@ -31,7 +37,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """Gradient buckets over the data axis."""
+    """Gradients, optimizer state and parameters over the data axis (docs/data_parallel.md)."""
 
     bucket_size: int = 40_000_000
     """Elements of one flat gradient bucket; the reduction of a full bucket overlaps with the rest
@@ -39,6 +45,20 @@ class DataParallelConfig:
     overlap_grad_reduce: bool = True
     """Start a bucket's reduction as soon as its gradients are complete; False: all of them after
     backward."""
+    sharding: ShardingName = "none"
+    """What the data ranks share out: nothing (each has all), "optimizer" (masters and optimizer
+    state, ZeRO-1), or "fsdp" (parameters, gradients and optimizer state, FSDP2)."""
+    replicas: int = 1
+    """Copies of what is sharded: data ranks / replicas share one copy, so that its collectives stay
+    among neighbouring ranks (HSDP). 1: one copy over all data (and context) ranks."""
+    overlap_param_gather: bool = True
+    """sharding="optimizer": let the next forward begin while updated parameters are still being
+    gathered, where every reader is known to wait; False: gather all right after the step."""
+    moments_dtype: MomentsName = "float32"
+    """sharding="optimizer": dtype in which optimizer state is kept between steps; "bfloat16" is
+    rounded stochastically and halves it."""
+    offload_optimizer: bool = False
+    """sharding="optimizer": keep masters and optimizer state in host memory and step there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +77,10 @@ class RuntimeConfig:
     exact_dropout: bool = False
     """Draw dropout masks by global position, so that layouts can be compared with dropout on
     (slow, tests and verify)."""
+    compile_layers: bool = False
+    """torch.compile each of the plan's layers (about 15 % faster on one H200; compiling takes a
+    minute).
+    """
     axis_order: Sequence[str] = ("pp", "dp", "cp", "tp")
     """Axes from slowest to fastest varying; the last holds neighbouring ranks."""
 
@@ -74,6 +98,7 @@ class ParallelConfig:
     pipeline: PipelineConfig = PipelineConfig()
     data_parallel: DataParallelConfig = DataParallelConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
 
     @property
     def model_parallel_size(self) -> int:

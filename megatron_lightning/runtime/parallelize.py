@@ -3,7 +3,7 @@ parallelism is seen.
 
 build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan
 (tensor, sequence)
--> dropout streams -> materialise or cut the user's values -> gradient buckets (data)
+-> dropout streams -> materialise or cut the user's values -> recompute -> gradient buckets (data)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron_lightning.parallel.pipeline import StageLayout, build_layout
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.runtime.recompute import apply_recompute
 from megatron_lightning.runtime.stages import PipelinedNetwork, cut_network, layer_names
 
 
@@ -94,8 +95,24 @@ def parallelize(
         table |= {
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }
+        apply_recompute(
+            chunk, target.plan, config.recompute, streams=streams, device=mesh.device
+        )
+        if config.runtime.compile_layers:
+            _compile_layers(chunk, target.plan)
     _share_tied_within_rank(chunks, target.plan)
     return _finish(module, target.plan, pipelined, table, tied, streams, mesh)
+
+
+def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
+    """Compile each layer in place; names and hooks stay, and equal layers share their code."""
+    if plan.layers is None:
+        raise ValueError(
+            "runtime.compile_layers=True with plan.layers=None: name the container of the layers in"
+            " the plan, or compile the network yourself"
+        )
+    for layer in chunk.get_submodule(plan.layers).children():
+        layer.compile()
 
 
 def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:

@@ -124,3 +124,12 @@ def one_batch_gradient(rank: int, world_size: int) -> dict[str, Any]:
     }
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
     return {"loss": float(loss), "gradients": gradients, "norm": float(norm)}
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike() -> None:
+    """torch.compile of each layer changes kernels, not the training; with collectives inside."""
+    world_size, options = LAYOUTS["tp2_sp"]
+    options = options | {"runtime": RuntimeConfig(compile_layers=True)}
+    ranks = run_ranks_fresh(train, world_size, Run(layout=options), timeout=280)
+    assert_same_training(ranks, single("swiglu_rope"))
