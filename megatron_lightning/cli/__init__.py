@@ -1,0 +1,1 @@
+"""The command line `megatron-lightning`. Nothing is imported before a command is chosen."""
