@@ -1,9 +1,10 @@
 """Data parallelism: flat gradient buckets that sum micro-batches, then replicas.
 
-Gradients are kept as sums in one flat buffer per model chunk and reduced in slices of it (buckets),
+Gradients are kept as sums in flat buffers per model chunk and reduced in slices of them (buckets),
 while the backward pass is still running, as in PyTorch DDP (arXiv 2006.15704); they are divided
-once, by the weight of the whole accumulation window. Optimizer state is not sharded here, and
-parameters are not broadcast.
+once, by the weight of the whole accumulation window. With `sharded`, each rank gets the sums of its
+own part of every bucket only (reduce-scatter), which `optim.distributed` updates (ZeRO-1, arXiv
+1910.02054). Parameters are not broadcast here.
 
 Buckets are launched strictly in one order on all ranks, as collectives must be: a bucket that is
 ready waits for those before it, and a parameter that gets no gradient merely holds them back until
@@ -12,16 +13,22 @@ ready waits for those before it, and a parameter that gets no gradient merely ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import Gradient, ParameterInfo
-from megatron_lightning.parallel.flat import Bucket, Slot, agree_on_received, lay_out, sum_gradients
+from megatron_lightning.parallel.flat import (
+    Bucket,
+    Replicas,
+    Slot,
+    agree_on_received,
+    lay_out,
+    sum_gradients,
+)
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 
 BUCKET_ELEMENTS = 40_000_000
@@ -38,7 +45,8 @@ class GradientBuckets:
     each model chunk (virtual stage) of this rank. `tied` names, in an order that is equal on both
     edge stages, the parameters that the first and the last pipeline stage both hold. Parameters
     that don't require gradients are left out; after freezing or unfreezing, `is_stale` is True and
-    `rebuild` makes new buckets.
+    `rebuild` makes new buckets. With `sharded`, buckets stay and `rebuild` adds some for parameters
+    that were unfrozen, since optimizer state lies as they do.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class GradientBuckets:
         mesh: ParallelMesh,
         *,
         sequence_parallel: bool,
+        sharded: bool = False,
         tied: Sequence[str] = (),
         bucket_size: int = BUCKET_ELEMENTS,
         dtype: torch.dtype = torch.float32,
@@ -64,6 +73,7 @@ class GradientBuckets:
         self._table = table
         self._mesh = mesh
         self._sequence_parallel = sequence_parallel
+        self.sharded = sharded
         self._tied = tuple(tied)
         self._bucket_size = bucket_size
         self._dtype = dtype
@@ -72,6 +82,7 @@ class GradientBuckets:
         # rank; nothing guarantees that.
         shared = [mesh.axis(name).group for name in ("cp", "ep") if mesh.axis(name).size > 1]
         self._overlap = overlap and not any(group is mesh.dp_cp.group for group in shared)
+        self._side_stream = torch.cuda.Stream() if mesh.device.type == "cuda" else None
         self._slots: dict[str, Slot] = {}
         self._buckets: list[Bucket] = []
         self._buffers: list[Tensor] = []
@@ -89,7 +100,17 @@ class GradientBuckets:
     @property
     def bucket_names(self) -> list[list[str]]:
         """Names in each bucket, in the order in which buckets are reduced."""
-        return [list(bucket.names) for bucket in self._buckets]
+        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return tuple(self._buckets)
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """Where each parameter lies, by name."""
+        return dict(self._slots)
 
     @property
     def num_launched(self) -> int:
@@ -100,15 +121,22 @@ class GradientBuckets:
     def is_stale(self) -> bool:
         """True when parameters were frozen or unfrozen since the buckets were built."""
         names = {name for chunk in self._chunks for name, p in chunk.items() if p.requires_grad}
-        return names != self._slots.keys()
+        return not names <= self._slots.keys() if self.sharded else names != self._slots.keys()
 
     def main_grad(self, name: str) -> Tensor:
         """Return the gradient view of parameter `name`, in its local shape."""
         return self._slots[name].main_grad
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the views of parameters that got a gradient; after `finish`, on any replica."""
-        return {name: slot.main_grad for name, slot in self._slots.items() if slot.received}
+        """Return the gradient views of parameters that got one; after `finish`, on any replica.
+
+        They are whole, or after `finish` with `sharded` flat and the own part only.
+        """
+        return {
+            name: slot.own_grad if self.sharded else slot.main_grad
+            for name, slot in self._slots.items()
+            if slot.received
+        }
 
     # ------------------------------------------------------------------ one window
 
@@ -126,12 +154,20 @@ class GradientBuckets:
             bucket.armed = bucket.launched = False
         self._launched = 0
 
-    def arm(self, chunk: int = 0) -> None:
-        """Say that the next backward pass of `chunk` is its last one: buckets start when filled."""
+    def arm(self, chunk: int = 0, names: Collection[str] | None = None) -> None:
+        """Say that the next backward pass of `chunk` is its last one: buckets start when filled.
+
+        `names`: the only gradients that are still to come, where weight gradients are computed
+        apart from the pass; None: all.
+        """
         for bucket in self._buckets if self._overlap else ():
             if bucket.chunk == chunk:
                 bucket.armed = True
-                bucket.pending = set(bucket.names)
+                bucket.pending = {slot.name for slot in bucket.slots}
+                if names is not None:
+                    bucket.pending &= frozenset(names)
+        if names is not None:
+            self._launch_ready()
 
     def arrived(self, name: str) -> None:
         """Say that this pass' gradient of `name` is in its view (ops that add there in place)."""
@@ -159,26 +195,28 @@ class GradientBuckets:
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
         self._agree_on_received()
+        for bucket in self._buckets if self._side_stream is None else ():
+            bucket.launch_replicas()
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.wait()
         partial = [slot for slot in self._slots.values() if self._is_tensor_partial(slot)]
         sum_gradients(partial, self._mesh.tp)
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
         divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
         divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-        for buffer in self._buffers:
-            buffer.div_(divisor)
+        for bucket in self._buckets:
+            bucket.own.div_(divisor)
 
     def publish(self, *, in_parameter_dtype: bool = False) -> None:
         """Make each parameter's `grad` its main gradient; None where no replica got one.
 
         `grad` is the view itself, float32 also for bfloat16 parameters, so hooks and clipping act
         on what the optimizer reads. With `in_parameter_dtype` it is a copy in the parameter's
-        dtype, for optimizers that work directly on low-precision parameters.
+        dtype, for optimizers that work directly on low-precision parameters. With `sharded` no
+        rank has the whole gradient and `grad` stays None: `optim.distributed` gives the own parts
+        to what the optimizer updates.
         """
-        for slot in self._slots.values():
+        for slot in self._slots.values() if not self.sharded else ():
             grad = slot.main_grad
             if in_parameter_dtype:
                 grad = grad.to(slot.parameter.dtype)
@@ -192,9 +230,11 @@ class GradientBuckets:
     # ------------------------------------------------------------------ building
 
     def rebuild(self) -> None:
-        """Make new buckets for what requires gradients now; between windows, on every rank."""
-        self.release()
+        """Make buckets for what requires gradients now; between windows, on every rank."""
+        if not self.sharded:
+            self.release()
         self._build()
+        self.reset()
 
     def release(self) -> None:
         """Remove all hooks and drop the buffers."""
@@ -209,26 +249,48 @@ class GradientBuckets:
     def _build(self) -> None:
         # Backward goes from the last chunk and parameter to the first, and buckets fill like that.
         for chunk in reversed(range(len(self._chunks))):
-            for experts in (False, True):
-                parameters = {
-                    name: parameter
-                    for name, parameter in reversed(list(self._chunks[chunk].items()))
-                    if parameter.requires_grad and self._table[name].expert is experts
-                }
-                if parameters:
-                    axis = self._mesh.axis("edp") if experts else self._mesh.dp_cp
-                    self._add_buffer(parameters, chunk, axis)
+            groups: dict[tuple[bool, bool, torch.dtype], dict[str, Parameter]] = {}
+            for name, parameter in reversed(list(self._chunks[chunk].items())):
+                if parameter.requires_grad and name not in self._slots:
+                    groups.setdefault(self._kind(name, parameter), {})[name] = parameter
+            for (expert, _, _), parameters in groups.items():
+                self._add_buffer(parameters, chunk, self._replicas(expert=expert))
         missing = [n for n, s in self._slots.items() if s.info.tied_copy and n not in self._tied]
         assert not missing or self._mesh.pp.size == 1, f"tied={self._tied} must name {missing}"
 
-    def _add_buffer(self, parameters: Mapping[str, Parameter], chunk: int, axis: MeshAxis) -> None:
-        repeated = parameters.keys() & self._slots.keys()
-        assert not repeated, f"parameters {repeated} are in two chunks"
+    def _kind(self, name: str, parameter: Parameter) -> tuple[bool, bool, torch.dtype]:
+        """Parameters of one kind share a buffer.
+
+        Sharded parameters are gathered as they lie, so they are of one dtype. Tied copies lie alone
+        and thereby alike on both edge stages, which sum them part by part.
+        """
+        edge = name in self._tied and self._mesh.axis("edges").size > 1
+        return self._table[name].expert, edge, parameter.dtype
+
+    def _replicas(self, *, expert: bool) -> Replicas:
+        axis = "edp" if expert else "dp"
+        if self.sharded:
+            return Replicas(
+                shard=self._mesh.axis(f"{axis}_shard"), replica=self._mesh.axis(f"{axis}_replica")
+            )
+        whole = self._mesh.axis("edp") if expert else self._mesh.dp_cp
+        return Replicas(shard=MeshAxis(name="shard"), replica=whole)
+
+    def _add_buffer(
+        self, parameters: Mapping[str, Parameter], chunk: int, replicas: Replicas
+    ) -> None:
         buffer, slots = lay_out(
-            parameters, self._table, chunk, axis, bucket_size=self._bucket_size, dtype=self._dtype
+            parameters,
+            self._table,
+            chunk,
+            replicas,
+            bucket_size=self._bucket_size,
+            dtype=self._dtype,
         )
         self._buffers.append(buffer)
-        self._buckets.extend(dict.fromkeys(slot.bucket for slot in slots))
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            bucket.side_stream = self._side_stream
+            self._buckets.append(bucket)
         for slot in slots:
             self._slots[slot.name] = slot
             slot.parameter.grad_dtype = None  # any: autograd's own, then that of main gradients
@@ -254,10 +316,8 @@ class GradientBuckets:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.launched = True
         self._launched += 1
-        if bucket.axis.size > 1:
-            bucket.work = dist.all_reduce(bucket.data, group=bucket.axis.group, async_op=True)
+        bucket.launch()
 
     def _agree_on_received(self) -> None:
         slots = list(self._slots.values())

@@ -2,54 +2,117 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import ParameterInfo
-from megatron_lightning.parallel.collectives import all_reduce_
+from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
 from megatron_lightning.parallel.mesh import MeshAxis
 
 ALIGNMENT_ELEMENTS = 32
 """Parameters begin at multiples of this (128 bytes in float32), so that kernels can vectorise."""
 
 
-def plan_buckets(numels: Sequence[int], bucket_size: int) -> tuple[list[int], list[int]]:
+def plan_buckets(
+    numels: Sequence[int], bucket_size: int, parts: int = 1
+) -> tuple[list[int], list[int]]:
     """Lay parameters out in a flat buffer: (begins of parameters, begins of buckets), in elements.
 
-    A bucket is closed as soon as it holds `bucket_size` elements; no parameter lies in two. The
-    length of the buffer is appended to both lists.
+    A bucket is closed as soon as it holds `bucket_size` elements; no parameter lies in two. Each
+    bucket is padded so that it can be cut into `parts` equal, aligned parts. The length of the
+    buffer is appended to both lists.
     """
     begins: list[int] = []
     buckets = [0]
     position = 0
     for numel in numels:
         if position - buckets[-1] >= bucket_size:
+            position = buckets[-1] + _round_up(position - buckets[-1], parts * ALIGNMENT_ELEMENTS)
             buckets.append(position)
         begins.append(position)
-        position += -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+        position += _round_up(numel, ALIGNMENT_ELEMENTS)
+    position = buckets[-1] + _round_up(position - buckets[-1], parts * ALIGNMENT_ELEMENTS)
     return [*begins, position], [*buckets, position]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """The ranks that hold equal parameters: `replica` x `shard`.
+
+    Each rank of `shard` gets the reduced gradients of its own part of a bucket; ranks of `replica`
+    get equal ones. With a `shard` axis of size 1, every rank gets all.
+    """
+
+    shard: MeshAxis
+    replica: MeshAxis
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A slice of a buffer that is reduced as one over `axis`."""
+    """A slice of a buffer that is reduced as one."""
 
     data: Tensor
-    axis: MeshAxis
+    replicas: Replicas
     chunk: int
     """Model chunk (virtual stage) of its parameters; they are all of the same one."""
-    names: list[str] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     armed: bool = False
     """True when the backward pass that completes it is the next one."""
     launched: bool = False
     pending: set[str] = field(default_factory=set)
     """Parameters whose gradient that pass has not brought yet."""
     work: Any = None
+    side_stream: Any = None
+    """CUDA stream on which the sum over `replica` follows that over `shard`."""
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """(start, stop) in elements of this rank's part of the bucket."""
+        length = self.data.numel() // self.replicas.shard.size
+        return self.replicas.shard.rank * length, (self.replicas.shard.rank + 1) * length
+
+    @property
+    def own(self) -> Tensor:
+        """View of this rank's part of the gradients."""
+        start, stop = self.own_range
+        return self.data[start:stop]
+
+    def launch(self) -> None:
+        """Start to sum over the replicas: reduce-scatter over `shard`, else all-reduce."""
+        self.launched = True
+        shard, replica = self.replicas.shard, self.replicas.replica
+        if shard.size > 1:
+            self.work = reduce_scatter_single(self.own, self.data, group=shard.group, async_op=True)
+            if self.side_stream is not None:
+                with torch.cuda.stream(self.side_stream):
+                    self.launch_replicas()
+        elif replica.size > 1:
+            self.work = dist.all_reduce(self.data, group=replica.group, async_op=True)
+
+    def launch_replicas(self) -> None:
+        """Sum the own part over `replica` when that over `shard` is there; waits for the latter."""
+        if self.replicas.shard.size > 1 and self.replicas.replica.size > 1:
+            self.wait()
+            group = self.replicas.replica.group
+            self.work = dist.all_reduce(self.own, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for what was started last."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 @dataclass(eq=False)
@@ -61,34 +124,53 @@ class Slot:
     info: ParameterInfo
     main_grad: Tensor
     bucket: Bucket
+    begin: int
+    """Element of the bucket at which the parameter begins."""
     received: bool = False
     """True when it got a gradient in this window; after agreement, when any replica did."""
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """(start, stop) in elements of the flattened parameter: the part that this rank reduces
+        and updates; empty where the parameter lies in other ranks' parts.
+        """
+        start, stop = (edge - self.begin for edge in self.bucket.own_range)
+        start, stop = max(start, 0), min(stop, self.main_grad.numel())
+        return (start, stop) if start < stop else (0, 0)
+
+    @property
+    def own_grad(self) -> Tensor:
+        """Flat view of the reduced gradient of `own_range`."""
+        start, stop = self.own_range
+        return self.main_grad.view(-1)[start:stop]
 
 
 def lay_out(
     parameters: Mapping[str, Parameter],
     table: Mapping[str, ParameterInfo],
     chunk: int,
-    axis: MeshAxis,
+    replicas: Replicas,
     *,
     bucket_size: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Slot]]:
     """Make one zero buffer (elements,) for `parameters` and the slots in it, in the given order."""
-    begins, bounds = plan_buckets([p.numel() for p in parameters.values()], bucket_size)
+    numels = [p.numel() for p in parameters.values()]
+    begins, bounds = plan_buckets(numels, bucket_size, replicas.shard.size)
     device = next(iter(parameters.values())).device
     buffer = torch.zeros(begins[-1], dtype=dtype, device=device)
-    ends = iter(bounds[1:])
-    end = 0
-    bucket: Bucket | None = None
     slots: list[Slot] = []
+    buckets = [
+        Bucket(data=buffer[begin:end], replicas=replicas, chunk=chunk)
+        for begin, end in itertools.pairwise(bounds)
+    ]
     for (name, parameter), begin in zip(parameters.items(), begins, strict=False):
-        if bucket is None or begin >= end:
-            end = next(ends)
-            bucket = Bucket(data=buffer[begin:end], axis=axis, chunk=chunk)
-        bucket.names.append(name)
+        index = bisect.bisect_right(bounds, begin, hi=len(buckets)) - 1
+        bucket = buckets[index]
         view = buffer[begin : begin + parameter.numel()].view(parameter.shape)
-        slots.append(Slot(name, parameter, table[name], view, bucket))
+        slot = Slot(name, parameter, table[name], view, bucket, begin - bounds[index])
+        bucket.slots.append(slot)
+        slots.append(slot)
     return buffer, slots
 
 
@@ -113,12 +195,12 @@ def agree_on_received(slots: Sequence[Slot], axis: MeshAxis) -> None:
 
 
 def sum_gradients(slots: Sequence[Slot], axis: MeshAxis) -> None:
-    """Sum the main gradients of `slots` over `axis` as one tensor; equal slots on each rank."""
+    """Sum the own parts of the gradients of `slots` over `axis` as one tensor.
+
+    Slots and their own parts must be equal on each rank of the axis.
+    """
     if axis.size == 1 or not slots:
         return
-    grads = [slot.main_grad for slot in slots]
-    flat = all_reduce_(torch.cat([grad.flatten() for grad in grads]), axis)
-    parts = flat.split([grad.numel() for grad in grads])
-    torch._foreach_copy_(
-        grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-    )
+    grads = [slot.own_grad for slot in slots]
+    flat = all_reduce_(torch.cat(grads), axis)
+    torch._foreach_copy_(grads, list(flat.split([grad.numel() for grad in grads])))

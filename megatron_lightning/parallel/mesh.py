@@ -89,6 +89,10 @@ SINGLE_AXIS_NAMES = (
     "pp_dp_cp",
     "world",
     "edges",
+    "dp_shard",
+    "dp_replica",
+    "edp_shard",
+    "edp_replica",
 )
 
 
@@ -98,7 +102,9 @@ class ParallelMesh:
 
     Axes: pp, dp, cp, tp; edp, ep, etp; the joined dp_cp (gradients of dense parameters), pp_tp
     (the ranks that hold one copy of the model), pp_dp_cp (losses and logged numbers) and world;
-    and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere).
+    and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere). dp_cp =
+    dp_replica x dp_shard, and edp likewise: ranks over which one copy of sharded optimizer state
+    (or of parameters) is spread, and ranks that hold equal parts of it.
     """
 
     device: torch.device
@@ -170,6 +176,7 @@ class ParallelMesh:
         context: int = 1,
         expert: int = 1,
         expert_tensor: int = 1,
+        data_replicas: int = 1,
         order: Sequence[str] = DENSE_ORDER,
         expert_order: Sequence[str] = EXPERT_ORDER,
         timeout: Any = None,
@@ -192,7 +199,9 @@ class ParallelMesh:
             expert_tensor=expert_tensor,
         )
         made: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD}
-        lists = _axis_rank_lists(sizes, order, expert_order)
+        lists = _axis_rank_lists(sizes, order, expert_order) | _shard_rank_lists(
+            sizes, order, expert_order, data_replicas
+        )
         axes = {
             name: _make_axis(name, groups, rank, made, timeout) for name, groups in lists.items()
         }
@@ -252,6 +261,25 @@ def _axis_rank_lists(
     lists["pp_dp_cp"] = rank_lists(sizes, order, ["pp", "dp", "cp"])
     lists["world"] = [tuple(range(math.prod(sizes[name] for name in order)))]
     lists["edges"] = [tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in pipelines]
+    return lists
+
+
+def _shard_rank_lists(
+    sizes: Mapping[str, int], order: Sequence[str], expert_order: Sequence[str], replicas: int
+) -> dict[str, list[tuple[int, ...]]]:
+    """Each data axis as replicas x shards; the ranks of a shard axis are neighbours on it."""
+    dense, experts = (
+        rank_lists(sizes, order, ["dp", "cp"]),
+        rank_lists(sizes, expert_order, ["edp"]),
+    )
+    if len(dense[0]) % replicas:
+        raise ValueError(f"data_replicas={replicas} does not divide {len(dense[0])} data ranks")
+    lists: dict[str, list[tuple[int, ...]]] = {}
+    for name, axes in (("dp", dense), ("edp", experts)):
+        size = len(axes[0])
+        shards = size // math.gcd(size, replicas)  # experts may have too few ranks for all copies
+        lists[f"{name}_shard"] = [r[i : i + shards] for r in axes for i in range(0, size, shards)]
+        lists[f"{name}_replica"] = [r[i::shards] for r in axes for i in range(shards)]
     return lists
 
 

@@ -8,8 +8,9 @@ whole tensors.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -116,6 +117,69 @@ def discard_state(optimizer: Optimizer, parameters: Iterable[Parameter]) -> None
     """Forget the state of `parameters`: their next step is a first one."""
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
+
+
+@torch.no_grad()
+def widen_state(
+    optimizer: Optimizer, parameters: Iterable[Parameter], from_dtype: torch.dtype
+) -> None:
+    """Bring state that is kept in `from_dtype` to the dtype of its parameter, for a step."""
+    for parameter in parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if _is_elementwise(value, parameter) and value.dtype is from_dtype:
+                optimizer.state[parameter][key] = value.to(parameter.dtype)
+
+
+@torch.no_grad()
+def narrow_state(
+    optimizer: Optimizer,
+    named_parameters: Mapping[str, Parameter],
+    dtype: torch.dtype,
+    *,
+    seed: str,
+) -> None:
+    """Keep element-wise state in `dtype`, rounded stochastically.
+
+    A second moment with decay 0.999 changes by less than half a unit of bfloat16 a step, so that
+    rounding to the nearest would leave it where it is. The draw depends on `seed` and the names
+    only: ranks that hold equal parts round alike, and a resumed run as an uninterrupted one.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in named_parameters.items():
+        state = optimizer.state.get(parameter, {})
+        for key in sorted(key for key, v in state.items() if _is_elementwise(v, parameter)):
+            value = state[key]
+            if value.dtype is dtype:
+                continue
+            if value.device not in generators:
+                generators[value.device] = torch.Generator(value.device)
+            digest = hashlib.blake2b(f"{seed}\0{key}\0{name}".encode(), digest_size=7).digest()
+            generator = generators[value.device].manual_seed(int.from_bytes(digest, "big"))
+            state[key] = round_stochastically(value, dtype, generator)
+
+
+def round_stochastically(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Round float32 `x` to bfloat16, up or down with the probability that keeps the mean.
+
+    Other pairs of dtypes are rounded to the nearest. Infinities and NaNs stay.
+    """
+    if x.dtype is not torch.float32 or dtype is not torch.bfloat16:
+        return x.to(dtype)
+    # bfloat16 is the upper half of a float32: noise in the lower half carries over into it.
+    noise = torch.randint(
+        0, 1 << 16, x.shape, generator=generator, dtype=torch.int32, device=x.device
+    )
+    bits = noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16))
+    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).to(dtype)
+
+
+def _is_elementwise(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and value.dim() > 0
+        and value.is_floating_point()
+    )
 
 
 def _copy_without_hooks(optimizer: Optimizer) -> Optimizer:

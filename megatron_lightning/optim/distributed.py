@@ -1,0 +1,174 @@
+"""ZeRO-1: any element-wise torch optimizer, updating only this rank's part of every parameter.
+
+The optimizer object, its groups and whatever schedulers hold of them stay; only the parameters
+listed in the groups are exchanged for flat parts (`optim.shards`). Gradients come reduced-scattered
+from the buckets, updated parameters are gathered while the next forward pass begins (ZeRO stage 1,
+arXiv 1910.02054). Optimizers that need whole tensors are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megatron_lightning.optim.shards import ParameterShards
+from megatron_lightning.parallel.flat import Slot
+from megatron_lightning.precision.state import (
+    check_elementwise,
+    discard_state,
+    narrow_state,
+    optimizer_state_tensors,
+    widen_state,
+)
+
+FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class DistributedOptimizer:
+    """The optimizers of a run over `shards`.
+
+    A step is: `attach_gradients`, the optimizer's step, `finish_step`, `detach_gradients`. With
+    `moments_dtype` optimizer state is kept in that dtype between steps and widened for each.
+
+    ValueError for an optimizer that isn't known to be element-wise, or that holds parameters which
+    are not the module's.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        shards: ParameterShards,
+        named_parameters: Mapping[str, Parameter],
+        *,
+        moments_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.shards = shards
+        self._optimizers = list(optimizers)
+        self._names = {parameter: name for name, parameter in named_parameters.items()}
+        self._moments_dtype = moments_dtype
+        self._seed = seed
+        for optimizer in self._optimizers:
+            check_elementwise(optimizer, shards.slots)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Exchange parameters that were added to the optimizers, or unfrozen, since the last
+        call.
+        """
+        self.shards.extend()
+        slots, parts = self.shards.slots, self.shards.parts()
+        known = {id(part) for part in parts.values()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                held: list[Parameter] = []
+                for parameter in group["params"]:
+                    name = None if id(parameter) in known else self._name(parameter)
+                    if name is None or name not in slots:  # a part already, or frozen
+                        held.append(parameter)
+                        continue
+                    _move_state(optimizer, parameter, parts.get(name), slots[name])
+                    held += [parts[name]] if name in parts else []
+                group["params"][:] = held
+                _use_fused_kernel(optimizer, group)
+
+    def _name(self, parameter: Parameter) -> str:
+        if parameter not in self._names:
+            raise ValueError(
+                "configure_optimizers: an optimizer holds a parameter of shape"
+                f" {tuple(parameter.shape)} that is not one of the module's; pass parameters of"
+                " this module only"
+            )
+        return self._names[parameter]
+
+    # ------------------------------------------------------------------ one step
+
+    def attach_gradients(self) -> None:
+        """Put the reduced gradients of the parts where optimizers, clipping and hooks look."""
+        self.shards.attach_gradients()
+        if self._moments_dtype is not None:
+            for optimizer in self._optimizers:
+                widen_state(optimizer, self.shards.parts().values(), self._moments_dtype)
+
+    def finish_step(self, step: int, *, wait: bool) -> None:
+        """Give what was updated to all ranks; `step` counts optimizer steps of the run.
+
+        Without `wait` the gather goes on; see `ParameterShards.wait`.
+        """
+        self.shards.begin_gather()
+        self._narrow(step)
+        if wait:
+            self.shards.wait()
+
+    def detach_gradients(self) -> None:
+        """Take the parts' gradients away."""
+        self.shards.detach_gradients()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the published gradients of this rank's parts, by name."""
+        return {
+            name: part.grad for name, part in self.shards.parts().items() if part.grad is not None
+        }
+
+    def _narrow(self, step: int) -> None:
+        if self._moments_dtype is not None:
+            for index, optimizer in enumerate(self._optimizers):
+                seed = f"{self._seed}.{index}.{step}"
+                narrow_state(optimizer, self.shards.parts(), self._moments_dtype, seed=seed)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_tensors(
+        self, optimizer: Optimizer, *, materialise: bool
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return {name: {state key: tensor of the part}}; see `optimizer_state_tensors`."""
+        parts = self.shards.parts()
+        found = optimizer_state_tensors(optimizer, parts, materialise=materialise)
+        if materialise and self._moments_dtype is not None:
+            narrow_state(optimizer, parts, self._moments_dtype, seed="")  # to be loaded over
+            found = optimizer_state_tensors(optimizer, parts)
+        return found
+
+    def discard_state(self, optimizer: Optimizer, names: Iterable[str]) -> None:
+        """Forget the state of the parts of parameters `names`."""
+        parts = self.shards.parts()
+        discard_state(optimizer, [parts[name] for name in names if name in parts])
+
+
+def _move_state(
+    optimizer: Optimizer, parameter: Parameter, part: Parameter | None, slot: Slot
+) -> None:
+    """Hand state that is there already to the part (Adagrad makes its own at once)."""
+    state = optimizer.state.pop(parameter, {})
+    if part is None or not state:
+        return
+    start, stop = slot.own_range
+    optimizer.state[part] = {
+        key: _cut(value, parameter, part, start, stop) for key, value in state.items()
+    }
+
+
+def _cut(value: Any, parameter: Parameter, part: Parameter, start: int, stop: int) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
+        return value
+    dtype = part.dtype if value.is_floating_point() else value.dtype
+    return value.detach().flatten()[start:stop].to(device=part.device, dtype=dtype, copy=True)
+
+
+def _use_fused_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Let Adam and AdamW use the fused kernel, unless a choice was made."""
+    if type(optimizer) not in FUSED_OPTIMIZERS or not group["params"]:
+        return
+    chosen = ("fused", "foreach", "capturable", "differentiable")
+    parts_on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+    if parts_on_gpu and not any(group[option] for option in chosen) and group["fused"] is None:
+        group["fused"] = True
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if step is not None:
+                optimizer.state[parameter]["step"] = step.to(parameter.device)

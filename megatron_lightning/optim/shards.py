@@ -1,0 +1,205 @@
+"""Parameters in flat buckets, this rank's part of them, and the gather of what all ranks updated.
+
+The parameters of a gradient bucket are moved into one flat tensor laid out as their gradients are,
+so that every data rank's part of it is one slice. The optimizer sees the part as one flat tensor
+for each parameter (or part of one) in it: views of the parameters themselves, or of masters where
+these have another dtype or lie in host memory (ZeRO stage 1, arXiv 1910.02054). Which optimizer
+updates them is the business of `optim.distributed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_lightning.parallel.collectives import all_gather_single
+from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.parallel.flat import Bucket, Slot
+
+
+@dataclass(eq=False)
+class ParameterBucket:
+    """The parameters of one gradient bucket."""
+
+    bucket: Bucket
+    data: Tensor
+    """(elements,) all parameters, as their gradients lie; each parameter is a view of it."""
+    masters: Tensor
+    """(elements / shards,) what the optimizer updates: the own part of `data` itself, or a copy."""
+    parts: dict[str, Parameter] = field(default_factory=dict)
+    """Flat views of `masters` for each parameter that has elements in it, by name."""
+    grads: Tensor | None = None
+    """Host copy of the own part of the gradients, when masters lie in host memory."""
+    work: Any = None
+
+    @property
+    def own(self) -> Tensor:
+        """View of this rank's part of the parameters."""
+        start, stop = self.bucket.own_range
+        return self.data[start:stop]
+
+    @property
+    def has_copies(self) -> bool:
+        """True when masters are not the parameters themselves."""
+        return self.masters.data_ptr() != self.own.data_ptr()
+
+    @torch.no_grad()
+    def begin_gather(self) -> None:
+        """Round the masters to the own part and start to give it to the other ranks."""
+        if self.has_copies:
+            self.own.copy_(self.masters, non_blocking=True)
+        shard = self.bucket.replicas.shard
+        if shard.size > 1:
+            self.work = all_gather_single(self.data, self.own, group=shard.group, async_op=True)
+
+    def wait(self) -> None:
+        """Make what follows on this stream see the gathered parameters."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class ParameterShards:
+    """All parameters of the buckets, of which this rank updates its parts.
+
+    `dtype` is that of the masters; None: each parameter's own, and no copies. With `offload`
+    masters lie in host memory. While a gather is running, parameters must not be read before
+    `wait`.
+    """
+
+    def __init__(
+        self, buckets: GradientBuckets, *, dtype: torch.dtype | None = None, offload: bool = False
+    ) -> None:
+        self._buckets = buckets
+        self._dtype = dtype
+        self._offload = offload
+        self._made: dict[Bucket, ParameterBucket] = {}
+        self._bucket_of: dict[str, ParameterBucket] = {}
+        self.extend()
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """Where each parameter lies, by name."""
+        return self._buckets.slots
+
+    @property
+    def buckets(self) -> tuple[ParameterBucket, ...]:
+        """In the order in which gradients are reduced."""
+        return tuple(self._made.values())
+
+    @property
+    def has_masters(self) -> bool:
+        """True when parts are copies of another dtype, which hold more than the parameters."""
+        return any(made.masters.dtype is not made.data.dtype for made in self._made.values())
+
+    @property
+    def is_pending(self) -> bool:
+        """True while a gather is running."""
+        return any(made.work is not None for made in self._made.values())
+
+    def parts(self) -> dict[str, Parameter]:
+        """What this rank updates, by name: (elements,) tensors. Names without a part are left
+        out.
+        """
+        return {
+            name: part
+            for name, made in self._bucket_of.items()
+            if (part := made.parts.get(name)) is not None
+        }
+
+    def extend(self) -> None:
+        """Take in buckets that were added since (parameters that were unfrozen)."""
+        for bucket in self._buckets.buckets:
+            if bucket not in self._made:
+                self._made[bucket] = made = self._make(bucket)
+                self._bucket_of |= {slot.name: made for slot in bucket.slots}
+
+    @torch.no_grad()
+    def _make(self, bucket: Bucket) -> ParameterBucket:
+        first = bucket.slots[0].parameter
+        data = torch.zeros(bucket.data.numel(), dtype=first.dtype, device=first.device)
+        for slot in bucket.slots:
+            view = data[slot.begin : slot.begin + slot.parameter.numel()].view(slot.parameter.shape)
+            view.copy_(slot.parameter)
+            slot.parameter.data = view
+        start, stop = bucket.own_range
+        own = data[start:stop]
+        dtype = own.dtype if self._dtype is None else self._dtype
+        made = ParameterBucket(bucket=bucket, data=data, masters=own)
+        if self._offload:
+            pinned = own.is_cuda
+            made.masters = torch.empty(own.shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            made.grads = torch.empty_like(made.masters, pin_memory=pinned)
+            made.masters.copy_(own)
+        elif dtype is not own.dtype:
+            made.masters = own.to(dtype)
+        for slot in bucket.slots:
+            low, high = slot.own_range
+            if low < high:
+                begin = slot.begin + low - start
+                made.parts[slot.name] = Parameter(made.masters[begin : begin + high - low])
+        return made
+
+    # ------------------------------------------------------------------ one step
+
+    def attach_gradients(self) -> None:
+        """Give each part its reduced gradient; None where no rank got one."""
+        for made in self._made.values():
+            if made.grads is not None:
+                made.grads.copy_(made.bucket.own, non_blocking=True)
+        if self._offload and any(made.data.is_cuda for made in self._made.values()):
+            torch.cuda.current_stream().synchronize()  # the host is about to read them
+        for name, part in self.parts().items():
+            part.grad = self._gradient(name, part) if self.slots[name].received else None
+
+    def _gradient(self, name: str, part: Parameter) -> Tensor:
+        made, slot = self._bucket_of[name], self.slots[name]
+        if made.grads is None:
+            return slot.own_grad.to(part.dtype)
+        begin = part.storage_offset() - made.masters.storage_offset()
+        return made.grads[begin : begin + part.numel()]
+
+    def detach_gradients(self) -> None:
+        """Take the parts' gradients away."""
+        for part in self.parts().values():
+            part.grad = None
+
+    def begin_gather(self) -> None:
+        """Start to gather what every rank updated, in the order of the next forward pass."""
+        for made in reversed(self._made.values()):
+            made.begin_gather()
+
+    def wait(self, names: Iterable[str] | None = None) -> None:
+        """Wait until the parameters `names` (None: all) are gathered."""
+        wanted = (
+            self._made.values()
+            if names is None
+            else [self._bucket_of[n] for n in names if n in self._bucket_of]
+        )
+        for made in wanted:
+            made.wait()
+
+    # ------------------------------------------------------------------ outside of steps
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        """Take the parameters' values for the masters (after they were loaded)."""
+        self.wait()
+        for made in self._made.values():
+            if made.has_copies:
+                made.masters.copy_(made.own)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every parameter its own memory again."""
+        self.wait()
+        self._bucket_of = {}
+        while self._made:  # one after the other: no second copy of all
+            _, made = self._made.popitem()
+            for slot in made.bucket.slots:
+                slot.parameter.data = slot.parameter.data.clone()
