@@ -11,6 +11,7 @@ value is the window's mean so far, hence the whole window's at the optimizer ste
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,6 +146,11 @@ def value_of(key: LogKey, total: tuple[Tensor, Tensor]) -> Tensor:
     if key.reduction == "mean":
         value = value / weight
     return value.to(torch.float32)
+
+
+def silence_advice_to_reduce() -> None:
+    """Lightning advises `sync_dist=True` for epoch values; what is logged here is reduced already."""
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
 
 
 def log_published(

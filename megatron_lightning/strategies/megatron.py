@@ -27,16 +27,18 @@ from megatron_lightning.config.parallel import (
     RuntimeConfig,
 )
 from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.optim.clip import global_grad_norm
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
 from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
-from megatron_lightning.runtime.metrics import log_published
+from megatron_lightning.runtime.metrics import log_published, silence_advice_to_reduce
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.parallelize import Target, parallelize
 from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
 from megatron_lightning.runtime.window import AccumulationWindow
 from megatron_lightning.strategies import _compat, checkpoint_io, startup
+from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.utils.env import global_seed
 
@@ -60,6 +62,8 @@ class MegatronStrategy(MeshStrategy):
         Split table of the user's own network; modules of this package bring theirs.
     batch_dims
         Batch dim of fields of a mapping that this package doesn't know, e.g. `{"pixels": 0}`.
+    recompute
+        What of a forward pass is computed again for its backward, or waits on the CPU.
     pipeline, data_parallel, runtime
         Everything else, see the config classes.
 
@@ -85,6 +89,7 @@ class MegatronStrategy(MeshStrategy):
         pipeline: PipelineConfig | None = None,
         data_parallel: DataParallelConfig | None = None,
         runtime: RuntimeConfig | None = None,
+        recompute: RecomputeConfig | None = None,
     ) -> None:
         self._grad_norm: Tensor | None = None
         config = ParallelConfig(
@@ -95,6 +100,7 @@ class MegatronStrategy(MeshStrategy):
             pipeline=pipeline or PipelineConfig(),
             data_parallel=data_parallel or DataParallelConfig(),
             runtime=runtime or RuntimeConfig(),
+            recompute=recompute or RecomputeConfig(),
         )
         super().__init__(config, plan)
         self._batch_dims = {**BATCH_DIMS, **(batch_dims or {})}
@@ -138,6 +144,7 @@ class MegatronStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        silence_advice_to_reduce()
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -147,6 +154,7 @@ class MegatronStrategy(MeshStrategy):
         self.precision_plugin.convert_module(module)  # in place
         self._cut(module, target, buckets=fitting and bool(module.automatic_optimization))
         self.model = module
+        load_pending(self)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -351,7 +359,9 @@ class MegatronStrategy(MeshStrategy):
         result = self._run(
             "predict_step", batch, args, self.precision_plugin.predict_step_context, training=False
         )
-        return _compat.share_predictions(join_step_outputs(result.outputs), self.mesh)
+        return _compat.share_predictions(
+            join_step_outputs(result.outputs), self.mesh, self.parallel_model.placement.last_rank
+        )
 
     def _evaluate(
         self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any]
@@ -416,7 +426,8 @@ class MegatronStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        checkpoint_io.save(self, checkpoint, filepath, storage_options)
+        if self.may_save(filepath):
+            checkpoint_io.save(self, checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(
@@ -439,11 +450,8 @@ class MegatronStrategy(MeshStrategy):
     # ------------------------------------------------------------------ end
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        startup.report_failure(exception, self.global_rank)
-
-    @override
     def teardown(self) -> None:
+        self.end_run()
         if self._parallel is not None:
             self._parallel.release_buckets()
         assert self.cluster_environment is not None
