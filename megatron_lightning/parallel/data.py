@@ -157,17 +157,16 @@ class GradientBuckets:
     def arm(self, chunk: int = 0, names: Collection[str] | None = None) -> None:
         """Say that the next backward pass of `chunk` is its last one: buckets start when filled.
 
-        `names`: the only gradients that are still to come, where weight gradients are computed
-        apart from the pass; None: all.
+        `names`: the parameters whose gradients that pass brings, where others have theirs already
+        (a weight-gradient pass); None: all.
         """
         for bucket in self._buckets if self._overlap else ():
             if bucket.chunk == chunk:
                 bucket.armed = True
-                bucket.pending = {slot.name for slot in bucket.slots}
-                if names is not None:
-                    bucket.pending &= frozenset(names)
-        if names is not None:
-            self._launch_ready()
+                bucket.pending = {
+                    slot.name for slot in bucket.slots if names is None or slot.name in names
+                }
+        self._launch_ready()
 
     def arrived(self, name: str) -> None:
         """Say that this pass' gradient of `name` is in its view (ops that add there in place)."""
