@@ -19,6 +19,7 @@ from megatron_lightning.config.plan import (
     row,
     vocabulary,
 )
+from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.rotary import RotaryConfig
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ParallelPlan",
     "ParameterInfo",
     "PipelineConfig",
+    "RecomputeConfig",
     "Role",
     "RotaryConfig",
     "RuntimeConfig",

@@ -123,7 +123,8 @@ RULES: tuple[Rule, ...] = (
 
 def check_layout(config: ParallelConfig) -> list[str]:
     """Every violation that the layout has in itself."""
-    return [problem for rule in RULES if (problem := rule(config)) is not None]
+    problems = [problem for rule in RULES if (problem := rule(config)) is not None]
+    return problems + config.recompute.check()
 
 
 def check_world(config: ParallelConfig, world_size: int) -> list[str]:

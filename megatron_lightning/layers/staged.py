@@ -15,8 +15,10 @@ on every stage.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -24,11 +26,27 @@ from torch import Tensor, nn
 Carried = Tensor | tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class LayerGroups:
+    """How layers are run in groups, each through a region (see `parallel/recompute.py`)."""
+
+    size: int
+    """Layers of one group; the last group of a chunk may have fewer."""
+    region: Callable[..., Any]
+    """`region(function, *args)` runs `function(*args)`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
+        """Itself: copies of a network share it."""
+        return self
+
+
 class StagedNetwork(nn.Module, ABC):
     """A network in three parts; called as a whole, it runs them one after the other."""
 
     layers_path: ClassVar[str] = "layers"
     """Path of the ModuleDict or ModuleList of layers; `ParallelPlan.layers` names the same."""
+    layer_groups: LayerGroups | None = None
+    """Set when groups of layers are recomputed in the backward pass."""
 
     @abstractmethod
     def begin(self, *args: Any, **kwargs: Any) -> Carried:
@@ -48,9 +66,31 @@ class StagedNetwork(nn.Module, ABC):
         """Names and modules of the layers that are here, in order."""
         return self.get_submodule(self.layers_path).named_children()
 
+    def run_layers(self, carried: Carried, *args: Any, **kwargs: Any) -> Carried:
+        """Run the layers that are here, in order."""
+        layers = list(self.named_layers())
+        groups = self.layer_groups
+        if groups is None:
+            return self._run_group(layers, args, kwargs, carried)
+        for start in range(0, len(layers), groups.size):
+            group = layers[start : start + groups.size]
+            run = functools.partial(self._run_group, group, args, kwargs)
+            carried = groups.region(run, carried)
+        return carried
+
+    def _run_group(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        carried: Carried,
+    ) -> Carried:
+        for name, layer in layers:
+            carried = self.apply_layer(name, layer, carried, *args, **kwargs)
+        return carried
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The whole network: begin, every layer, finish."""
         carried = self.begin(*args, **kwargs)
-        for name, layer in self.named_layers():
-            carried = self.apply_layer(name, layer, carried, *args, **kwargs)
+        carried = self.run_layers(carried, *args, **kwargs)
         return self.finish(carried, *args, **kwargs)

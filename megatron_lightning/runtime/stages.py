@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.layers.staged import StagedNetwork
 from megatron_lightning.parallel.pipeline import ChunkUnits
 
 Carried = Tensor | tuple[Tensor, ...]
@@ -45,8 +46,11 @@ class Chunk:
         if isinstance(network, nn.Sequential):
             return self._run_sequential(args[0] if self.content.has_embedding else received)
         carried = network.begin(*args, **kwargs) if self.content.has_embedding else received
-        for name, layer in network.get_submodule(self._layers_path).named_children():
-            carried = network.apply_layer(name, layer, carried, *args, **kwargs)
+        if isinstance(network, StagedNetwork):
+            carried = network.run_layers(carried, *args, **kwargs)
+        else:
+            for name, layer in network.get_submodule(self._layers_path).named_children():
+                carried = network.apply_layer(name, layer, carried, *args, **kwargs)
         return network.finish(carried, *args, **kwargs) if self.content.has_head else carried
 
     def _run_sequential(self, carried: Any) -> Any:

@@ -19,9 +19,11 @@ from torch import nn
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import ConfigurationError, check_batch_sizes, raise_if_any
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, stage_layout
+from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
 from megatron_lightning.utils.logging import warn_once
 
@@ -98,7 +100,8 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
     try:
         target = find_target(module, strategy.user_plan)
         if target is None:
-            return [] if config.model_parallel_size == 1 else [_no_plan(module, config)]
+            needs_plan = config.model_parallel_size > 1 or config.recompute != RecomputeConfig()
+            return [_no_plan(module, config)] if needs_plan else []
         build = getattr(module, "build_network", None)
         network = build("meta") if build is not None else _existing_network(module, target)
         if network is None:
@@ -109,6 +112,7 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
             config.tensor_parallel_size,
             sequence_parallel=config.sequence_parallel,
         )
+        problems += recompute_problems(network, target.plan, config.recompute)
         if config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1:
             stage_layout(network, target.plan, config)
     except ValueError as error:
@@ -125,7 +129,8 @@ def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
     return (
         f"{type(module).__name__} has no plan, which "
         f"tensor_parallel_size={config.tensor_parallel_size} x"
-        f" pipeline_parallel_size={config.pipeline_parallel_size} needs; pass "
+        f" pipeline_parallel_size={config.pipeline_parallel_size} with "
+        f"recompute.mode={config.recompute.mode!r} needs; pass "
         f"MegatronStrategy(plan=ParallelPlan(...))"
     )
 

@@ -1,0 +1,103 @@
+"""Recompute and offload change what is kept, and not one bit of the training, dropout included."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lightning.config import RecomputeConfig
+from megatron_lightning.config.validate import ConfigurationError
+from megatron_lightning.strategies import MegatronStrategy
+from tests.harness import RankError, run_ranks_fresh
+from tests.layout_runs import Run, tiny_config, train
+
+FORMS: dict[str, RecomputeConfig] = {
+    "full": RecomputeConfig(mode="full"),
+    "full_groups_of_3": RecomputeConfig(mode="full", num_layers=3),
+    "block_of_1": RecomputeConfig(mode="full", method="block", num_layers=1),
+    "core_attention": RecomputeConfig(mode="selective"),
+    "mlp_and_norms": RecomputeConfig(mode="selective", modules=["mlp", "*_layernorm"]),
+    "offload": RecomputeConfig(offload=True, offload_min_bytes=0),
+    "full_offload": RecomputeConfig(mode="full", offload=True, offload_min_bytes=0),
+    "groups_offload": RecomputeConfig(mode="full", num_layers=2, offload=True, offload_min_bytes=0),
+    "selective_offload": RecomputeConfig(
+        mode="selective", modules=["mlp", "layers.1"], offload=True, offload_min_bytes=1024
+    ),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "tp2_sp": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2_interleaved": (2, dict(pipeline_parallel_size=2, virtual=2, micro_batch_size=2)),
+    "tp2_sp_pp2_dp2": (
+        8,
+        dict(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            sequence_parallel=True,
+            micro_batch_size=1,
+        ),
+    ),
+}
+
+
+def run_of(layout: str, form: RecomputeConfig | None) -> Run:
+    options = LAYOUTS[layout][1]
+    return Run(
+        config=tiny_config(hidden_dropout=0.1, attention_dropout=0.1),
+        layout=options if form is None else options | {"recompute": form},
+        steps=3,
+        keep_gradients=(0, 2),
+    )
+
+
+@functools.cache
+def plain(layout: str) -> list[dict[str, Any]]:
+    return run_ranks_fresh(train, LAYOUTS[layout][0], run_of(layout, None))
+
+
+def assert_bitwise(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    for mine, other in zip(got, want, strict=True):
+        for key in ("losses", "norms", "metrics"):
+            assert mine[key] == other[key], key
+        pairs = [(mine["final"], other["final"])]
+        pairs += [(mine["gradients"][step], other["gradients"][step]) for step in (0, 2)]
+        for tensors, expected in pairs:
+            assert tensors.keys() == expected.keys()
+            for name, (*_, value) in expected.items():
+                assert torch.equal(tensors[name][-1], value), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bitwise_in_one_process(form: str) -> None:
+    assert_bitwise(run_ranks_fresh(train, 1, run_of("single", FORMS[form])), plain("single"))
+
+
+@pytest.mark.parametrize("form", ["full", "full_groups_of_3", "mlp_and_norms", "full_offload"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2_interleaved"])
+def test_bitwise_in_layouts(layout: str, form: str) -> None:
+    ranks = run_ranks_fresh(train, LAYOUTS[layout][0], run_of(layout, FORMS[form]))
+    assert_bitwise(ranks, plain(layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "core_attention", "groups_offload"])
+def test_bitwise_in_all_axes(form: str) -> None:
+    ranks = run_ranks_fresh(train, 8, run_of("tp2_sp_pp2_dp2", FORMS[form]))
+    assert_bitwise(ranks, plain("tp2_sp_pp2_dp2"))
+
+
+def test_wrong_settings_are_explained_together() -> None:
+    wrong = RecomputeConfig(mode="selective", method="block", num_layers=0, modules=[])
+    with pytest.raises(ConfigurationError) as caught:
+        MegatronStrategy(recompute=wrong)
+    text = str(caught.value)
+    for words in ("num_layers=0", "method='block'", "modules=[]"):
+        assert words in text
+
+
+def test_a_glob_that_matches_nothing_is_refused_with_the_names() -> None:
+    form = RecomputeConfig(mode="selective", modules=["core_atention"])
+    with pytest.raises(RankError, match="'core_atention' matches no module") as caught:
+        run_ranks_fresh(train, 1, run_of("single", form))
+    assert "core_attention" in str(caught.value)
