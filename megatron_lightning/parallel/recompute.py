@@ -23,7 +23,6 @@ Region = Callable[..., Any]
 """`region(function, *args, **kwargs)` runs and returns `function(*args, **kwargs)`."""
 
 _ATTRIBUTE = "_region"
-_checkpoint: Any = checkpoint  # whose own annotations lose the arguments
 
 
 class Recomputed:
@@ -40,7 +39,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if self.streams is None:
-            return _checkpoint(function, *args, use_reentrant=False, **kwargs)
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
         return _eagerly(self.streams, function, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
@@ -48,12 +47,16 @@ class Recomputed:
         return self
 
 
-# A compiled function would run its own code forward and other code in the recomputation.
-@torch.compiler.disable
-def _eagerly(streams: Streams, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _checkpoint(
+def _checkpoint_with_masks(
+    streams: Streams, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return checkpoint(
         function, *args, use_reentrant=False, context_fn=streams.recompute_contexts, **kwargs
     )
+
+
+# A compiled function would run its own code forward and other code in the recomputation.
+_eagerly: Callable[..., Any] = torch.compiler.disable(_checkpoint_with_masks)  # type: ignore[assignment]
 
 
 def nested(outer: Region, inner: Region) -> Region:

@@ -23,6 +23,7 @@ from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
+from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.runtime.model import ParallelModel
@@ -112,7 +113,7 @@ def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
             " the plan, or compile the network yourself"
         )
     for layer in chunk.get_submodule(plan.layers).children():
-        layer.compile()
+        compile_inside(layer)
 
 
 def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:
