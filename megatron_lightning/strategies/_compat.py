@@ -4,13 +4,19 @@ Lightning changes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -61,12 +67,126 @@ _NAMED_OPS: dict[str, Any] = {
 }
 
 
-def share_predictions(prediction: Any, mesh: ParallelMesh) -> Any:
-    """Give every pipeline stage the last stage's prediction (its tensors on the CPU when they
-    travelled).
+def share_predictions(prediction: Any, mesh: ParallelMesh, source: int) -> Any:
+    """Give every pipeline rank the prediction of the one that holds the last stage, `source` on the
+    pipeline axis (its tensors on the CPU when they travelled).
     """
     if mesh.pp.size == 1:
         return prediction
     box = [prediction]
-    dist.broadcast_object_list(box, src=mesh.pp.ranks[-1], group=mesh.pp.group)
-    return prediction if mesh.pp.is_last else box[0]
+    dist.broadcast_object_list(box, src=mesh.pp.ranks[source], group=mesh.pp.group)
+    return prediction if mesh.pp.rank == source else box[0]
+
+
+# -------------------------------------------------------------------- signals
+
+
+def replace_signal_handlers(
+    trainer: Trainer, *, sigterm: Callable[..., None] | None, requeue: Callable[..., None]
+) -> None:
+    """Make the Trainer register these handlers of (signum, frame) instead of its own.
+
+    None keeps Lightning's for SIGTERM. The one for SLURM's requeue signal is used where Lightning
+    would register one. The handlers from before come back at the end of the run, as always.
+    """
+    connector = trainer._signal_connector
+    if sigterm is not None:
+        connector._sigterm_notifier_fn = sigterm  # type: ignore[method-assign]
+    connector._slurm_sigusr_handler_fn = requeue  # type: ignore[method-assign]
+
+
+def requeue_job(trainer: Trainer, signum: int) -> None:
+    """What Lightning does at SLURM's requeue signal: save a checkpoint, `scontrol requeue`. A
+    collective.
+    """
+    _SignalConnector._slurm_sigusr_handler_fn(trainer._signal_connector, signum, None)  # type: ignore[arg-type]
+
+
+def note_sigterm(trainer: Trainer) -> None:
+    """Make the loops raise SIGTERMException at the end of this batch."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def skip_sigterm_broadcast(trainer: Trainer) -> None:
+    """Save the loop's own broadcast of SIGTERM before each batch, which waits for the device and
+    hides errors: the flag is agreed on already.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):  # since Lightning 2.6
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+# -------------------------------------------------------------------- launching
+
+
+def run_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of `Trainer.fit` (or validate, ...) by name, from what it gives to a launcher."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+def set_num_threads(num_processes: int) -> None:
+    """Share the cores between the ranks of this node, unless OMP_NUM_THREADS says otherwise."""
+    _set_num_threads_if_needed(num_processes=num_processes)
+
+
+def fresh_main_port(strategy: MegatronStrategy) -> int:
+    """A port for the next process group, new for each call where the environment lets us choose."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    port = environment.main_port
+    if isinstance(environment, LightningEnvironment):
+        environment._main_port = -1
+    return port
+
+
+# -------------------------------------------------------------------- ranks forked from the Trainer
+
+
+def call_in_rank(
+    trainer: Trainer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the Trainer's function in this process with Lightning's handling of exceptions."""
+    return _call_and_handle_interrupt(trainer, lambda: function(*args, **kwargs))
+
+
+def trainer_results(trainer: Trainer) -> dict[str, Any]:
+    """Metrics, progress and state of a Trainer as plain objects, to be put into another process'
+    Trainer.
+    """
+    loops = trainer.fit_loop.state_dict()
+    for value in loops.values():
+        value.pop("combined_loader", None)
+    return {
+        "callback_metrics": dict(trainer.callback_metrics),
+        "logged_metrics": dict(trainer.logged_metrics),
+        "progress_bar_metrics": dict(trainer.progress_bar_metrics),
+        "state": trainer.state,
+        "should_stop": trainer.should_stop,
+        "loops": loops,
+    }
+
+
+def num_predict_dataloaders(trainer: Trainer) -> int:
+    """Loaders of the last `predict`; 0 before any."""
+    combined = trainer.predict_loop._combined_loader
+    return 0 if combined is None else len(combined.flattened)
+
+
+def restore_trainer_results(trainer: Trainer, results: dict[str, Any]) -> None:
+    """Put what `trainer_results` gave into this process' Trainer, which then looks as if it had
+    run itself.
+    """
+    for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        held = getattr(trainer, name)
+        held.clear()
+        held.update(results[name])
+    trainer.state = results["state"]
+    trainer.should_stop = results["should_stop"]
+    trainer.fit_loop.load_state_dict(results["loops"])
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
+    loops.append(trainer.fit_loop.epoch_loop.automatic_optimization)  # type: ignore[arg-type]
+    loops.append(trainer.fit_loop.epoch_loop.manual_optimization)  # type: ignore[arg-type]
+    for loop in loops:  # not a restart in the middle: the next fit goes on where this one ended
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False

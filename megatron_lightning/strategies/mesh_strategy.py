@@ -4,12 +4,12 @@ collectives.
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
@@ -18,8 +18,10 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout, check_world, raise_if_any
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.strategies import _compat, startup
-from megatron_lightning.strategies.launchers import choose_launcher
+from megatron_lightning.strategies import _compat, failure, startup
+from megatron_lightning.strategies.fork_launcher import ForkLauncher
+from megatron_lightning.strategies.guard import RunGuard
+from megatron_lightning.strategies.launchers import ScriptLauncher, choose_launcher
 
 
 class MeshStrategy(ParallelStrategy):
@@ -37,6 +39,8 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._plan = plan
         self._mesh: ParallelMesh | None = None
+        self._guard: RunGuard | None = None
+        self._interrupted = False
 
     # ------------------------------------------------------------------ processes and mesh
 
@@ -93,36 +97,91 @@ class MeshStrategy(ParallelStrategy):
         self._launcher = choose_launcher(self)
 
     @override
-    def connect(self, model: LightningModule) -> None:
-        startup.check_run(self, model)
-        super().connect(model)
-
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._mesh is not None:
-            return
-        timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
-        if self.world_size > 1 and not dist.is_initialized():
-            startup.init_process_group(self, timeout)
-        self._mesh = ParallelMesh.build(
-            device=self.root_device,
-            tensor=self.config.tensor_parallel_size,
-            pipeline=self.config.pipeline_parallel_size,
-            order=tuple(self.config.runtime.axis_order),
-            timeout=timeout,
-        )
+        if self._mesh is None:
+            timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
+            if self.world_size > 1 and not dist.is_initialized():
+                startup.init_process_group(self, timeout)
+            self._mesh = ParallelMesh.build(
+                device=self.root_device,
+                tensor=self.config.tensor_parallel_size,
+                pipeline=self.config.pipeline_parallel_size,
+                order=tuple(self.config.runtime.axis_order),
+                timeout=timeout,
+            )
+        assert self.lightning_module is not None
+        self._interrupted = False
+        self._guard = RunGuard(self, self.lightning_module.trainer)
+        if isinstance(self._launcher, (ScriptLauncher, ForkLauncher)):
+            self._launcher.joined()
+
+    def end_run(self) -> None:
+        """End the watch over this call of the Trainer. Part of `teardown`."""
+        if self._guard is not None:
+            self._guard.close()
+
+    def end_started_ranks(self) -> None:
+        """Let no rank that this process has started outlive it."""
+        if isinstance(self._launcher, ScriptLauncher):
+            self._launcher.kill(signal.SIGKILL)
+
+    # ------------------------------------------------------------------ failures
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._interrupted = isinstance(exception, KeyboardInterrupt)
+        if isinstance(self._launcher, ForkLauncher) and not self._launcher.is_rank:
+            self._launcher.restore_callbacks()
+        elif self._guard is not None:
+            self._guard.report(exception)
+        elif self.world_size > 1:
+            failure.show(exception, self.global_rank)
+
+    @property
+    def failed_after_another(self) -> bool:
+        """Whether this rank failed only because another had."""
+        return self._guard is not None and self._guard.secondary
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run."""
+        return self._interrupted
+
+    @property
+    def fails_alone(self) -> bool:
+        """Whether this rank is in hooks on an exception that other ranks don't have: a collective
+        would wait for them in vain.
+        """
+        return self._guard is not None and self._guard.fails_alone
+
+    def may_save(self, path: Any) -> bool:
+        """Whether all ranks save this checkpoint together. RuntimeError where there are no ranks
+        any more.
+        """
+        if isinstance(self._launcher, ForkLauncher) and not self._launcher.is_rank:
+            raise RuntimeError(
+                f"trainer.save_checkpoint({str(path)!r}): the ranks that held model and optimizer "
+                f"have ended with the run; save with ModelCheckpoint(save_last=True) or in a "
+                f"callback"
+            )
+        if self.fails_alone:
+            failure.say(
+                f"[rank {self.global_rank}] {path} is not saved: the other ranks, which hold parts "
+                f"of it, did not fail with this one"
+            )
+        return not self.fails_alone
 
     # ------------------------------------------------------------------ collectives
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and self._mesh is not None:
+        if dist.is_initialized() and self._mesh is not None and not self.fails_alone:
             dist.barrier(group=self.mesh.control_group)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized() or self._mesh is None:
+        if not dist.is_initialized() or self._mesh is None or self.fails_alone:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src, group=self.mesh.control_group)
@@ -130,6 +189,6 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor) and dist.is_initialized():
+        if isinstance(tensor, Tensor) and dist.is_initialized() and not self.fails_alone:
             return _compat.reduce_tensor(tensor, group, reduce_op)
         return tensor

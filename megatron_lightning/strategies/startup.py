@@ -4,53 +4,95 @@ is reported.
 
 from __future__ import annotations
 
-import sys
-import traceback
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 
+import megatron_lightning.checkpoint as store
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
-from megatron_lightning.config.validate import ConfigurationError, check_batch_sizes, raise_if_any
+from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
+from megatron_lightning.parallel.context import check_context_parallel
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
+from megatron_lightning.utils.env import Launch
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
 
+_FIRST_RANK_SECONDS = 10.0
 _OWNER = "_megatron_strategy"
 """Attribute of a LightningModule: the strategy that cut it in this process."""
 
 
 def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:
-    """Raise the full message on global rank 0; other ranks, started from outside, leave quietly
-    with status 1.
+    """Raise the full message on global rank 0. Other ranks, started from outside, leave quietly
+    with status 1, and not before rank 0 has had time to speak: launchers end all ranks with the
+    first.
     """
     if problems and rank != 0:
+        time.sleep(_FIRST_RANK_SECONDS)
         raise SystemExit(1)
     raise_if_any(problems)
 
 
-def check_run(strategy: MegatronStrategy, module: LightningModule) -> None:
-    """Check module, data module and layout together. No process group is needed, and no file but
-    indexes is opened.
+def check_run(strategy: MegatronStrategy, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
+    """Check what `Trainer.fit` (or validate, ...) was given against the layout.
+
+    No process group is needed, and no file but indexes is opened. Raises ConfigurationError with
+    every violation.
     """
-    world_size = strategy.num_processes * strategy.num_nodes
-    raise_on_first_rank(
-        run_problems(strategy, module, _datamodule(module), world_size), strategy.global_rank
+    problems = _started_problems(strategy)
+    problems += check_checkpoint_path(arguments.get("ckpt_path"))
+    module = given_module(trainer, arguments)
+    if module is not None:
+        world_size = strategy.num_processes * strategy.num_nodes
+        problems += run_problems(strategy, module, given_datamodule(arguments), world_size)
+    raise_on_first_rank(problems, strategy.global_rank)
+
+
+def given_module(trainer: Trainer, arguments: Mapping[str, Any]) -> LightningModule | None:
+    """The module of this call of the Trainer, else that of the call before."""
+    module = arguments.get("model")
+    return module if module is not None else trainer.lightning_module
+
+
+def given_datamodule(arguments: Mapping[str, Any]) -> LightningDataModule | None:
+    """The data module of this call of the Trainer."""
+    for name in ("datamodule", "train_dataloaders", "dataloaders"):
+        if isinstance(arguments.get(name), LightningDataModule):
+            return arguments[name]
+    return None
+
+
+def _started_problems(strategy: MegatronStrategy) -> list[str]:
+    """Whether as many processes run as devices and num_nodes say."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if not environment.creates_processes_externally:
+        return []
+    started = (
+        dist.get_world_size() if dist.is_initialized() else Launch.from_environment().world_size
     )
+    wanted = strategy.num_processes * strategy.num_nodes
+    if started in (1, wanted):  # 1 also where nothing says how many
+        return []
+    return [
+        f"devices x num_nodes = {strategy.num_processes} x {strategy.num_nodes} = {wanted}, but "
+        f"{started} processes were started (by torchrun, srun, or an earlier Trainer of this "
+        f"script); start {wanted}, or set devices and num_nodes to match"
+    ]
 
 
 def run_problems(
@@ -80,6 +122,7 @@ def run_problems(
         seq_length = getattr(datamodule, "seq_length", None)
         if (
             config.sequence_parallel
+            and config.context_parallel_size == 1  # pads to what divides
             and seq_length is not None
             and seq_length % config.tensor_parallel_size
         ):
@@ -112,6 +155,7 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
             config.tensor_parallel_size,
             sequence_parallel=config.sequence_parallel,
         )
+        problems += check_context_parallel(network, config)
         problems += recompute_problems(network, target.plan, config.recompute)
         if config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1:
             stage_layout(network, target.plan, config)
@@ -129,19 +173,28 @@ def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
     return (
         f"{type(module).__name__} has no plan, which "
         f"tensor_parallel_size={config.tensor_parallel_size} x"
-        f" pipeline_parallel_size={config.pipeline_parallel_size} with "
+        f" pipeline_parallel_size={config.pipeline_parallel_size} x"
+        f" context_parallel_size={config.context_parallel_size} with "
         f"recompute.mode={config.recompute.mode!r} needs; pass "
         f"MegatronStrategy(plan=ParallelPlan(...))"
     )
 
 
 def check_checkpoint_path(path: Any) -> list[str]:
-    """Violation of a `ckpt_path` that names a file or folder which isn't there."""
+    """Violation of a `ckpt_path` that names nothing, or something else than a checkpoint."""
     if path is None or str(path) in ("last", "best", "hpc", "registry") or "://" in str(path):
         return []
-    return (
-        [] if Path(path).exists() else [f"ckpt_path={str(path)!r}: there is no such file or folder"]
-    )
+    if not Path(path).exists():
+        return [
+            f"ckpt_path={str(path)!r}: there is no such file or folder; give the path of a "
+            f"checkpoint folder, or None to start afresh"
+        ]
+    if not store.is_checkpoint(path):
+        return [
+            f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
+            f"that MegatronStrategy has saved"
+        ]
+    return []
 
 
 def _datamodule(module: LightningModule) -> Any:
@@ -238,20 +291,3 @@ def warn_no_tokens() -> None:
         "step leaves all parameters"
         " unchanged, weight decay included; it still counts as a step."
     )
-
-
-def report_failure(exception: BaseException, rank: int) -> None:
-    """Print the traceback with the rank in front of every line, so that the first failure can be
-    found.
-    """
-    if isinstance(exception, (ConfigurationError, SystemExit, KeyboardInterrupt)):
-        return
-    text = "".join(traceback.format_exception(exception))
-    print(
-        "".join(f"[rank {rank}] {line}\n" for line in text.splitlines()),
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        sys.stderr.flush()
