@@ -8,8 +8,9 @@ process exists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import get_args
 
-from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 
 Rule = Callable[[ParallelConfig], str | None]
 
@@ -60,14 +61,30 @@ def _sequence_parallel(config: ParallelConfig) -> str | None:
 
 
 def _schedule(config: ParallelConfig) -> str | None:
-    known = ("1f1b", "gpipe")
+    known = get_args(ScheduleName)
     if config.pipeline.schedule not in known:
         return f"pipeline.schedule={config.pipeline.schedule!r}: choose one of {known}"
-    if config.pipeline.schedule == "gpipe" and config.pipeline.virtual_pipeline_size > 1:
+    return None
+
+
+def _schedule_chunks(config: ParallelConfig) -> str | None:
+    schedule, chunks = config.pipeline.schedule, config.pipeline.virtual_pipeline_size
+    label = f"pipeline.schedule={schedule!r} with pipeline.virtual_pipeline_size={chunks}:"
+    if schedule in ("gpipe", "zb-h1") and chunks > 1:
         return (
-            f"pipeline.schedule='gpipe' with "
-            f"pipeline.virtual_pipeline_size={config.pipeline.virtual_pipeline_size}:"
-            " virtual stages are interleaved 1F1B; set schedule='1f1b' or virtual_pipeline_size=1"
+            f"{label} only '1f1b' (interleaved) and 'zb-v' run virtual stages; set one of these, or"
+            " virtual_pipeline_size=1"
+        )
+    if schedule == "zb-v" and chunks != 2:
+        return f"{label} its stages lie in a V of two chunks a rank; set virtual_pipeline_size=2"
+    return None
+
+
+def _schedule_ranks(config: ParallelConfig) -> str | None:
+    if config.pipeline.schedule in ("zb-h1", "zb-v") and config.pipeline_parallel_size == 1:
+        return (
+            f"pipeline.schedule={config.pipeline.schedule!r} with pipeline_parallel_size=1: there"
+            " is no bubble to fill; set pipeline_parallel_size to 2 or more, or schedule='1f1b'"
         )
     return None
 
@@ -119,6 +136,8 @@ RULES: tuple[Rule, ...] = (
     _timeout,
     _bucket,
 )
+    _schedule_chunks,
+    _schedule_ranks,
 
 
 def check_layout(config: ParallelConfig) -> list[str]:

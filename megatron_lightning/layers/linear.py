@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.plain_layers import Border, bordered_linear
 from megatron_lightning.parallel.random import Constant, Initial
 
@@ -28,6 +29,8 @@ class Linear(nn.Module):
     sums_output: bool = False
     """True when the output is a partial sum (split input features): the bias is added behind
     `after`, hence once."""
+    weight_sink: DefersWeightGradient | None = None
+    """Set when the schedule splits backwards: may put off the weight's gradient."""
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class Linear(nn.Module):
         *output_shape, in_features = self.weight.shape
         weight = self.weight.view(-1, in_features)
         bias = None if self.bias is None else self.bias.view(-1)
-        y = bordered_linear(x, weight, None if self.sums_output else bias, self.before)
+        inner_bias = None if self.sums_output else bias
+        y = bordered_linear(x, weight, inner_bias, self.before, self.weight_sink)
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if self.after is not None:
             y = self.after(y)

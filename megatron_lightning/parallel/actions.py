@@ -62,25 +62,41 @@ ActionLists = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who holds which virtual stage: looped, stage = chunk * pipeline_size + rank."""
+    """Who holds which virtual stage.
+
+    Looped: stage = chunk * pipeline_size + rank. V-shaped, with two chunks: down the ranks and up
+    again, so that rank r holds stages r and 2 * pipeline_size - 1 - r, and the first rank both the
+    first and the last stage (Qi et al., arXiv 2405.15362).
+    """
 
     pipeline_size: int
     """Ranks of the pipeline axis."""
     num_chunks: int
     """Model chunks (virtual stages) of each rank."""
+    v_shaped: bool = False
+    """Whether odd chunks run through the ranks backwards."""
 
     @property
     def num_stages(self) -> int:
         """Virtual stages of the whole model."""
         return self.pipeline_size * self.num_chunks
 
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that holds the last stage, hence the loss."""
+        return self.owner(self.num_stages - 1)[0]
+
     def stage(self, rank: int, chunk: int) -> int:
         """Virtual stage index of a rank's chunk."""
-        return chunk * self.pipeline_size + rank
+        return chunk * self.pipeline_size + self._turn(rank, chunk)
 
     def owner(self, stage: int) -> tuple[int, int]:
         """The ``(rank, chunk)`` that holds a virtual stage."""
-        return stage % self.pipeline_size, stage // self.pipeline_size
+        chunk, position = divmod(stage, self.pipeline_size)
+        return self._turn(position, chunk), chunk
+
+    def _turn(self, position: int, chunk: int) -> int:
+        return self.pipeline_size - 1 - position if self.v_shaped and chunk % 2 else position
 
 
 def predecessors(

@@ -1,5 +1,7 @@
 """The input border of column-split layers, and the matrix product fused with it.
 
+The product also serves layers without a border whose weight's gradient may be put off.
+
 Apart, border and product keep the gathered sequence for the weight's gradient, which undoes what
 sequence parallelism saves. Fused, only the own part is kept and gathered once more in the backward
 pass, while the input's gradient is computed; that is then reduced while the weight's gradient is
@@ -9,7 +11,7 @@ computed (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,14 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.mesh import MeshAxis
 
 
+class DefersWeightGradient(Protocol):
+    """A place for the factors of a weight's gradient, see `parallel/weight_gradient.py`."""
+
+    def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
+        """Keep (..., out) and this rank's part along `dim` of (..., in); False: not now."""
+        ...
+
+
 @dataclass(frozen=True)
 class ColumnInput:
     """Makes the whole input of a layer whose output features are split over `axis`."""
@@ -41,20 +51,46 @@ class ColumnInput:
             return copy_to_axis(x, self.axis)
         return gather_dim(x, self.axis, self.sequence_dim)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: DefersWeightGradient | None = None,
+    ) -> Tensor:
         """`F.linear` of the whole input: (..., in), (out/tp, in) -> (..., out/tp)."""
         if torch.is_autocast_enabled(x.device.type):  # which casts around each operation of its own
             return F.linear(self(x), weight, bias)
-        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim)
+        if sink is not None:
+            return _not_compiled(x, weight, bias, self.axis, self.sequence_dim, sink)
+        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, None)
+
+
+def deferrable_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sink: DefersWeightGradient
+) -> Tensor:
+    """`F.linear` whose weight's gradient `sink` may put off: (..., in), (out, in) -> (..., out)."""
+    if torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return _not_compiled(x, weight, bias, _WHOLE, None, sink)
+
+
+_WHOLE = MeshAxis(name="whole")
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: MeshAxis, dim: int | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: MeshAxis,
+        dim: int | None,
+        sink: DefersWeightGradient | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis, ctx.dim, ctx.sink = axis, dim, sink
         return F.linear(x if dim is None else all_gather(x, axis, dim), weight, bias)
 
     @staticmethod
@@ -64,6 +100,8 @@ class _ColumnLinear(torch.autograd.Function):
         axis, dim = ctx.axis, ctx.dim
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = reduced = gathered = None
+        if needs_weight and ctx.sink is not None:
+            needs_weight = not ctx.sink.defer(grad, x, axis, dim)
         if needs_weight and dim is not None:
             gathered = begin_all_gather(x, axis, dim)
         if needs_x:
@@ -80,4 +118,10 @@ class _ColumnLinear(torch.autograd.Function):
             grad_weight = rows.t() @ whole.flatten(0, -2)
         if needs_bias:
             grad_bias = rows.sum(dim=0)
-        return None if reduced is None else reduced(), grad_weight, grad_bias, None, None
+        return None if reduced is None else reduced(), grad_weight, grad_bias, None, None, None
+
+
+# The factors of a weight's gradient that is put off outlive the backward pass, while a compiled
+# pass overwrites its buffers as soon as it is done with them; and it cannot fill a queue. So these
+# layers stay outside of compiled regions, at the price of a graph break.
+_not_compiled: Any = torch.compiler.disable(_ColumnLinear.apply)

@@ -2,15 +2,15 @@
 
 A model is a row of units: embedding, decoder layers, head (final norm, output layer, loss). A
 ``StageLayout`` cuts the row into ``pipeline_size * virtual_size`` stages, each of at least one
-unit; stage ``chunk * pipeline_size + rank`` is that chunk of that rank. The cut is balanced (by
-cost), written out as a string in Megatron's notation, or a list. Whatever the cut, the layers sum
-to the number asked for, or there is an error.
+unit; which rank holds which stage is its ``placement``: looped, or V-shaped for ZB-V. The cut is
+balanced (by cost), written out as a string in Megatron's notation, or a list. Whatever the cut, the
+layers sum to the number asked for, or there is an error.
 
 The string's grammar follows Megatron-Core's ``pipeline_model_parallel_layout``.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.balance import cut_evenly
@@ -46,6 +46,8 @@ class StageLayout:
     """Chunks of each rank."""
     stages: tuple[ChunkUnits, ...]
     """In the order of the forward."""
+    v_shaped: bool = False
+    """Whether the second chunks run through the ranks backwards (see ``Placement``)."""
 
     @property
     def num_layers(self) -> int:
@@ -55,7 +57,7 @@ class StageLayout:
     @property
     def placement(self) -> Placement:
         """Which rank and chunk holds which stage, for the schedules."""
-        return Placement(self.pipeline_size, self.virtual_size)
+        return Placement(self.pipeline_size, self.virtual_size, self.v_shaped)
 
     def chunk(self, rank: int, chunk: int) -> ChunkUnits:
         """The units of one chunk of one pipeline rank."""
@@ -82,10 +84,14 @@ def build_layout(
     embedding_cost: float = 0.0,
     head_cost: float = 0.0,
     layer_costs: Sequence[float] | None = None,
+    v_shaped: bool = False,
 ) -> StageLayout:
-    """The explicit layout if one is given, else a balanced one; ``ValueError`` if impossible."""
+    """The explicit layout if one is given, else a balanced one; ``ValueError`` if impossible.
+
+    ``v_shaped`` changes who holds the stages, not how the row of units is cut.
+    """
     if layout is None:
-        return balanced_layout(
+        cut = balanced_layout(
             num_layers,
             pipeline_size,
             virtual_size,
@@ -93,7 +99,9 @@ def build_layout(
             head_cost=head_cost,
             layer_costs=layer_costs,
         )
-    return parse_layout(layout, num_layers, pipeline_size, virtual_size)
+    else:
+        cut = parse_layout(layout, num_layers, pipeline_size, virtual_size)
+    return replace(cut, v_shaped=v_shaped)
 
 
 def balanced_layout(

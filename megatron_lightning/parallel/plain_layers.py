@@ -11,19 +11,31 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.parallel.column import ColumnInput
+from megatron_lightning.parallel.column import (
+    ColumnInput,
+    DefersWeightGradient,
+    deferrable_linear,
+)
 
 Border = Callable[[Tensor], Tensor]
 """What a layer does to its input or output; None for nothing."""
 
 
 def bordered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, before: Border | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Border | None,
+    sink: DefersWeightGradient | None = None,
 ) -> Tensor:
-    """`F.linear(before(x), weight, bias)`, fused where the border can be."""
+    """`F.linear(before(x), weight, bias)`, fused where the border can be.
+
+    With a `sink` the weight's gradient may be put off.
+    """
     if isinstance(before, ColumnInput):
-        return before.linear(x, weight, bias)
-    return F.linear(x if before is None else before(x), weight, bias)
+        return before.linear(x, weight, bias, sink)
+    x = x if before is None else before(x)
+    return F.linear(x, weight, bias) if sink is None else deferrable_linear(x, weight, bias, sink)
 
 
 class SplitLinear(nn.Linear):
@@ -33,11 +45,13 @@ class SplitLinear(nn.Linear):
     after: Border | None = None
     sums_output: bool = False
     """True when the output is a partial sum: the bias is added behind `after`, hence once."""
+    weight_sink: DefersWeightGradient | None = None
+    """Set when the schedule splits backwards."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
         bias = None if self.sums_output else self.bias
-        y = bordered_linear(input, self.weight, bias, self.before)
+        y = bordered_linear(input, self.weight, bias, self.before, self.weight_sink)
         y = y if self.after is None else self.after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
 

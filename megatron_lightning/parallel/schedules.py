@@ -2,7 +2,8 @@
 
 A schedule is first written as compute actions alone. 1F1B: Narayanan et al., "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021; interleaved virtual stages: Narayanan et al., "Efficient
-Large-Scale Language Model Training on GPU Clusters", 2021. ``add_communication`` then inserts the
+Large-Scale Language Model Training on GPU Clusters", 2021; zero bubble: see
+``schedules_zero_bubble.py``. ``add_communication`` then inserts the
 messages, once and for every schedule: all ranks' lists are projections of one global linear order,
 so that no schedule can deadlock, neither on in-order streams nor with blocking sends.
 
@@ -11,7 +12,7 @@ Nothing here communicates or knows tensors: ``simulate.py`` judges the lists,
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_lightning.parallel.actions import (
     Action,
@@ -21,8 +22,17 @@ from megatron_lightning.parallel.actions import (
     predecessors,
     produced,
 )
+from megatron_lightning.parallel.schedules_zero_bubble import (
+    v_only_forward,
+    v_placement,
+    zb_h1,
+    zb_v,
+)
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
+SPLIT_SCHEDULES = ("zb-h1", "zb-v")
+"""Schedules that compute the weights' gradients apart (I and W instead of B)."""
 
 # Durations by which add_communication orders the messages, in units of one forward. With a backward
 # of 3 (as with recomputation) the order costs no extra bubble at true durations of 1 to 3; with 2
@@ -130,19 +140,30 @@ def build_schedule(
     """Action lists of every pipeline rank, messages included.
 
     Raises ``ValueError`` for an unknown name or sizes that the schedule cannot have.
-    ``forward_only`` overrides the name; ``group_size`` concerns virtual stages only.
+    ``forward_only`` overrides the name; ``group_size`` concerns looped virtual stages only.
     """
     _check_sizes(name, pipeline_size, num_chunks, num_microbatches)
-    placement = Placement(pipeline_size, num_chunks)
-    if forward_only:
+    placement = placement_of(name, pipeline_size, num_chunks)
+    if forward_only and placement.v_shaped:
+        compute = v_only_forward(pipeline_size, num_microbatches)
+    elif forward_only:
         compute = only_forward(pipeline_size, num_chunks, num_microbatches, group_size)
     elif name == "gpipe":
         compute = gpipe(pipeline_size, num_chunks, num_microbatches)
     elif name == "1f1b":
         compute = one_forward_one_backward(pipeline_size, num_microbatches)
+    elif name == "zb-h1":
+        compute = zb_h1(pipeline_size, num_microbatches)
+    elif name == "zb-v":
+        compute = zb_v(pipeline_size, num_microbatches)
     else:
         compute = interleaved_1f1b(pipeline_size, num_chunks, num_microbatches, group_size)
     return add_communication(compute, placement)
+
+
+def placement_of(name: str, pipeline_size: int, num_chunks: int) -> Placement:
+    """Where the stages lie that this schedule runs."""
+    return v_placement(pipeline_size) if name == "zb-v" else Placement(pipeline_size, num_chunks)
 
 
 def add_communication(compute: Sequence[Sequence[Action]], placement: Placement) -> ActionLists:
@@ -187,10 +208,8 @@ def _forward_order(
 
 
 def _check_sizes(name: str, pipeline_size: int, num_chunks: int, num_microbatches: int) -> None:
-    if name not in ("gpipe", "1f1b", "interleaved"):
-        raise ValueError(
-            f"pipeline schedule {name!r} is unknown: use 'gpipe', '1f1b' or 'interleaved'."
-        )
+    if name not in SCHEDULE_NAMES:
+        raise ValueError(f"pipeline schedule {name!r} is unknown: use one of {SCHEDULE_NAMES}.")
     sizes = {
         "pipeline_parallel_size": pipeline_size,
         "virtual_pipeline_size": num_chunks,
@@ -199,10 +218,15 @@ def _check_sizes(name: str, pipeline_size: int, num_chunks: int, num_microbatche
     for field, value in sizes.items():
         if value < 1:
             raise ValueError(f"{field}={value}: give at least 1.")
-    if name == "1f1b" and num_chunks > 1:
+    if name in ("1f1b", "zb-h1") and num_chunks > 1:
         raise ValueError(
-            f"schedule '1f1b' runs one chunk a rank, but virtual_pipeline_size={num_chunks}: "
+            f"schedule {name!r} runs one chunk a rank, but virtual_pipeline_size={num_chunks}: "
             "use schedule 'interleaved' or virtual_pipeline_size=1."
+        )
+    if name == "zb-v" and num_chunks != 2:
+        raise ValueError(
+            f"schedule 'zb-v' runs two chunks a rank, but virtual_pipeline_size={num_chunks}: "
+            "set it to 2."
         )
 
 

@@ -7,7 +7,7 @@ reading; a schedule that passes cannot deadlock.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lightning.parallel.actions import (
@@ -42,9 +42,13 @@ class CostModel:
     """Transfer of one activation or gradient between two ranks."""
     stage_weight: tuple[float, ...] | None = None
     """Factor on the compute of each virtual stage, in stage order; None: all equal."""
+    measured: Mapping[tuple[Kind, int], float] | None = None
+    """Duration of each ``(kind, stage)``, as a timeline measures it; used instead of the above."""
 
     def duration(self, action: Action, stage: int) -> float:
         """Time of a compute action on a virtual stage."""
+        if self.measured is not None:
+            return self.measured[action.kind, stage]
         durations = {
             Kind.F: self.forward,
             Kind.B: self.backward,
@@ -66,9 +70,28 @@ class SimulationReport:
     bubble_fraction: float
     """Share of the ranks' time that is not compute, 0 to 1."""
     peak_live_activations: tuple[int, ...]
-    """For each rank: the most (micro-batch, chunk) pairs whose forward is kept for a backward."""
+    """For each rank: the most (micro-batch, chunk) pairs whose forward is kept for a backward, W
+    included where it is apart."""
+    peak_waiting_weights: tuple[int, ...]
+    """For each rank: the most (micro-batch, chunk) pairs between their I and their W."""
+    num_chunks: int
+    """Chunks of a rank: an activation is so much the smaller."""
     spans: tuple[tuple[float, float, int, Action], ...] = field(repr=False)
     """``(start, end, rank, action)`` of every compute action, by start: for a drawing."""
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time in which each rank does not compute, in units of the cost model."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    def describe(self) -> str:
+        """One line: bubble and peaks, activations in stages' worth (chunks joined)."""
+        live = max(self.peak_live_activations) / self.num_chunks
+        waiting = max(self.peak_waiting_weights) / self.num_chunks
+        return (
+            f"bubble {self.bubble_fraction:.1%}, makespan {self.makespan:g}, peak of live "
+            f"activations {live:g} micro-batches a rank (of these {waiting:g} for W alone)"
+        )
 
 
 def simulate(
@@ -78,13 +101,16 @@ def simulate(
     num_chunks: int,
     num_microbatches: int,
     blocking: bool = False,
+    v_shaped: bool = False,
 ) -> SimulationReport:
     """Run the action lists of all ranks (with messages) against a clock.
+
+    ``v_shaped`` says how the lists' stages lie (see ``Placement``).
 
     Raises ``ScheduleError`` if an action is missing or doubled, if one needs what has not been
     computed or has not been received, or if ranks wait for each other for ever.
     """
-    placement = Placement(len(actions), num_chunks)
+    placement = Placement(len(actions), num_chunks, v_shaped)
     check_complete(actions, placement, num_microbatches)
     run = _Run(actions, placement, cost or CostModel(), blocking)
     run.finish()
@@ -97,6 +123,8 @@ def simulate(
         busy=tuple(busy),
         bubble_fraction=1.0 - sum(busy) / (len(actions) * makespan),
         peak_live_activations=tuple(_peak_live(a) for a in actions),
+        peak_waiting_weights=tuple(_peak_waiting(a) for a in actions),
+        num_chunks=num_chunks,
         spans=tuple(sorted(run.spans, key=lambda span: (span[0], span[2]))),
     )
 
@@ -243,4 +271,13 @@ def _peak_live(actions: Sequence[Action]) -> int:
         elif action.kind in (Kind.B, Kind.W):
             live -= 1
         peak = max(peak, live)
+    return peak
+
+
+def _peak_waiting(actions: Sequence[Action]) -> int:
+    """The most weight gradients that wait for their W."""
+    waiting = peak = 0
+    for action in actions:
+        waiting += (action.kind is Kind.I) - (action.kind is Kind.W)
+        peak = max(peak, waiting)
     return peak

@@ -12,9 +12,11 @@ from torch import nn
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
+from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.streams import Streams
+from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.stages import Carried, PipelinedNetwork
 
 
@@ -26,9 +28,10 @@ class ParallelModel:
     """None: a user's module without a plan, under data parallelism only."""
     pipelined: PipelinedNetwork | None
     """None when one stage holds the whole network."""
-    num_chunks: int
+    placement: Placement
+    """Where the pipeline's stages lie."""
     holds_last: bool
-    """True where the loss is computed: on the last pipeline stage."""
+    """True where the loss is computed: on the rank of the last pipeline stage."""
     table: Mapping[str, ParameterInfo]
     """Canonical name -> what the parameter is and which box of it this rank holds."""
     parameters: Mapping[str, nn.Parameter]
@@ -36,13 +39,22 @@ class ParallelModel:
     chunk_of: Mapping[str, int]
     """Canonical name -> the chunk that holds it."""
     tied: tuple[str, ...]
-    """Canonical names of parameters that the first and the last stage both hold, in an order equal
-    on both."""
+    """Canonical names of parameters of which the first and the last stage hold a copy each, on two
+    ranks, in an order equal on both."""
+    tied_within_rank: bool = False
+    """True when they are on one rank, which holds such parameters once."""
     streams: Streams | None
     buckets: GradientBuckets | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
 
     def begin_forward(
+    weight_gradients: WeightGradients | None = field(default=None, init=False)
+    """Weight gradients that wait, when the schedule splits backwards."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks (virtual stages) of this rank."""
+        return self.placement.num_chunks
         self, batch_index: int, micro_batch: int, first_sample: int, chunk: int
     ) -> None:
         """Set dropout streams to the position of this forward."""
@@ -88,6 +100,32 @@ class ParallelModel:
         backward).
         """
         if mesh.dp_cp.size == 1:
+        if self.weight_gradients is not None:
+            self.weight_gradients.target = self.buckets
+
+    def arming(self) -> Callable[[Action], None] | None:
+        """What to call before the last B or W of each chunk in the run that ends a window, so that
+        buckets are reduced as they fill. None without buckets.
+        """
+        buckets, weights = self.buckets, self.weight_gradients
+        if buckets is None:
+            return None
+        contributors = {chunk: {chunk} for chunk in range(self.num_chunks)}
+        if self.tied_within_rank:  # the head's chunk adds to the embedding's parameters
+            contributors[0].add(self.num_chunks - 1)
+
+        def arm(action: Action) -> None:
+            coming = None
+            if action.kind is Kind.W:
+                assert weights is not None
+                coming = weights.names((action.micro_batch, action.chunk))
+            for chunk, missing in contributors.items():
+                if action.chunk in missing:
+                    missing.discard(action.chunk)
+                    if not missing:
+                        buckets.arm(chunk, coming)
+
+        return arm
             return
         for name in sorted(self.parameters):
             parameter = self.parameters[name]
@@ -96,4 +134,6 @@ class ParallelModel:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=mesh.dp_cp.group)
+        if self.weight_gradients is not None:
+            self.weight_gradients.target = None
             parameter.grad /= mesh.dp_cp.size

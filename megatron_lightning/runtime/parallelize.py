@@ -20,13 +20,16 @@ from torch import nn
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, canonical_name, replicated
 from megatron_lightning.layers.dropout import apply_random
+from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
 from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.streams import Streams
+from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.recompute import apply_recompute
 from megatron_lightning.runtime.stages import PipelinedNetwork, cut_network, layer_names
 
@@ -102,7 +105,15 @@ def parallelize(
         if config.runtime.compile_layers:
             _compile_layers(chunk, target.plan)
     _share_tied_within_rank(chunks, target.plan)
-    return _finish(module, target.plan, pipelined, table, tied, streams, mesh)
+    schedule = config.pipeline.schedule
+    placement = placement_of(schedule, mesh.pp.size, len(chunks))
+    model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
+    if schedule in SPLIT_SCHEDULES:
+        model.weight_gradients = WeightGradients()
+        names = {id(parameter): name for name, parameter in model.parameters.items()}
+        for chunk in chunks:
+            apply_weight_sinks(chunk, model.weight_gradients, names)
+    return model
 
 
 def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
@@ -117,8 +128,8 @@ def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
 
 
 def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:
-    """Where first and last chunk are on one rank (virtual stages without a pipeline), tie them as
-    in one process.
+    """Where first and last chunk are on one rank (virtual stages without a pipeline or in a V), tie
+    them as in one process.
     """
     for owner, user in plan.tied:
         owners = [chunk for chunk in chunks if _parameter(chunk, owner) is not None]
@@ -138,7 +149,7 @@ def _replicate(module: LightningModule, mesh: ParallelMesh, *, seed: int) -> Par
         materialise(module, table, seed=seed, device=mesh.device, dtype=None, prefix="")
     module.to(mesh.device)
     share_first_rank_values(module, mesh)
-    return _finish(module, None, None, table, {}, None, mesh)
+    return _finish(module, None, None, table, {}, None, mesh, Placement(mesh.pp.size, 1))
 
 
 def _finish(
@@ -152,6 +163,7 @@ def _finish(
 ) -> ParallelModel:
     parameters: dict[str, nn.Parameter] = {}
     chunk_of: dict[str, int] = {}
+    placement: Placement,
     for name, parameter in module.named_parameters():
         canonical = canonical_name(name)
         canonical = tied.get(canonical, canonical)
@@ -160,13 +172,15 @@ def _finish(
     return ParallelModel(
         plan=plan,
         pipelined=pipelined,
-        num_chunks=1 if pipelined is None else len(pipelined.chunks),
-        holds_last=mesh.pp.is_last,
+    edges_apart = placement.last_rank != placement.owner(0)[0]
+        placement=placement,
+        holds_last=placement.last_rank == mesh.pp.rank,
         table=table,
         parameters=parameters,
         chunk_of=chunk_of,
         streams=streams,
-        tied=tuple(sorted(set(tied.values()))),
+        tied=tuple(sorted(set(tied.values()))) if edges_apart else (),
+        tied_within_rank=bool(tied) and not edges_apart,
     )
 
 
@@ -190,6 +204,7 @@ def stage_layout(network: nn.Module, plan: ParallelPlan, config: ParallelConfig)
     )
 
 
+        v_shaped=config.pipeline.schedule == "zb-v",
 def _cut_stages(
     module: LightningModule,
     network: nn.Module,

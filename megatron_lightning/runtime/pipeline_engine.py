@@ -3,7 +3,8 @@
 The engine knows neither the model nor the schedule: a runner computes a chunk's forward, the list
 says what happens when (``parallel/schedules.py``). It moves activations and gradients between
 virtual stages, over messages or, between chunks of the same rank, by hand, and calls autograd once
-for each backward.
+for each backward. In a split one (I, W) that pass leaves weight gradients of linear layers aside,
+which W computes (``parallel/weight_gradient.py``).
 
 Memory. Of an output only its place in the graph (``GradientEdge``) is kept for the backward, so
 its storage is freed when it has been sent, unless the graph itself saved it. (Megatron-Core gets
@@ -12,6 +13,7 @@ the engine keeps only what will receive a gradient.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +23,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.stage_messages import Arrival, StageMessages, TensorSpec
+from megatron_lightning.runtime.timeline import Category, Timeline, span
 
 Key = tuple[int, int]
 """(micro_batch, chunk)"""
@@ -66,8 +70,17 @@ class PipelineEngine:
     other ranks' runs cannot go on; the process group should be given up.
     """
 
-    def __init__(self, axis: MeshAxis, num_chunks: int, device: torch.device) -> None:
-        self.placement = Placement(axis.size, num_chunks)
+    def __init__(
+        self,
+        axis: MeshAxis,
+        num_chunks: int,
+        device: torch.device,
+        *,
+        v_shaped: bool = False,
+        weight_gradients: WeightGradients | None = None,
+    ) -> None:
+        self.placement = Placement(axis.size, num_chunks, v_shaped)
+        self.weight_gradients = weight_gradients
         self.rank = axis.rank
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -84,7 +97,8 @@ class PipelineEngine:
         signatures: Sequence[Hashable],
         backward: bool,
         before_compute: Callable[[Action], None] | None = None,
-        before_last_backward: Callable[[int], None] | None = None,
+        before_last_backward: Callable[[Action], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Execute this rank's action list: one flush of the pipeline.
 
@@ -92,20 +106,21 @@ class PipelineEngine:
         determines the shapes that cross the cuts (as a rule the shapes of the inputs). With
         ``backward``, gradients accumulate in the parameters' ``grad``; without, the list holds
         forwards alone and no graph is built. ``before_compute`` is called before each forward and
-        backward; ``before_last_backward`` with a chunk before its last backward in this run: what
-        its parameters accumulate from then on is complete, and may be reduced.
+        backward; ``before_last_backward`` with the last B or W of each chunk before it: what the
+        chunk's parameters accumulate from then on is complete, and may be reduced. A ``timeline``
+        gets the times of all that is done and waited for.
 
         Raises ``ValueError`` for a list or an output that cannot be executed, and passes on what
         the runner and the callbacks raise.
         """
         self._check(actions, signatures, backward)
         self.messages.connect()
-        run = _Run(self, runner, signatures, backward=backward)
-        last_backward = {a.chunk: i for i, a in enumerate(actions) if a.kind is Kind.B}
+        run = _Run(self, runner, signatures, backward=backward, timeline=timeline)
+        last_backward = {a.chunk: i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}
         try:
             for index, action in enumerate(actions):
                 if before_last_backward and last_backward.get(action.chunk) == index:
-                    before_last_backward(action.chunk)
+                    before_last_backward(action)
                 if before_compute and action.kind in COMPUTE:
                     before_compute(action)
                 run.execute(action)
@@ -113,6 +128,8 @@ class PipelineEngine:
         except BaseException:
             self.sent_specs.clear()  # the peers may not have got what was announced
             self.received_specs.clear()
+            if self.weight_gradients is not None:
+                self.weight_gradients.clear()
             raise
         run.check_empty()
 
@@ -120,14 +137,17 @@ class PipelineEngine:
         self, actions: Sequence[Action], signatures: Sequence[Hashable], backward: bool
     ) -> None:
         for action in actions:
-            if action.kind in (Kind.I, Kind.W):
-                raise ValueError(f"action {action}: this engine runs full backwards (B) only.")
+            if action.kind in (Kind.I, Kind.W) and self.weight_gradients is None:
+                raise ValueError(
+                    f"action {action}: this engine runs full backwards (B) only; give it a "
+                    "WeightGradients for split ones."
+                )
             if action.micro_batch >= len(signatures):
                 raise ValueError(
                     f"action {action}: there are signatures for {len(signatures)} micro-batches; "
                     "build the schedule for that number."
                 )
-        if backward != any(action.kind is Kind.B for action in actions):
+        if backward != any(action.kind in (Kind.B, Kind.I) for action in actions):
             raise ValueError(
                 f"backward={backward}, but the action list holds {'no ' * backward}backwards: "
                 f"build the schedule with forward_only={not backward}."
@@ -144,8 +164,10 @@ class _Run:
         signatures: Sequence[Hashable],
         *,
         backward: bool,
+        timeline: Timeline | None,
     ) -> None:
         self.engine, self.messages, self.placement = engine, engine.messages, engine.placement
+        self.timeline = timeline
         self.runner, self.signatures, self.backward = runner, signatures, backward
         self.inputs: dict[Key, Arrival] = {}
         self.outputs: dict[Key, tuple[Tensor, ...]] = {}
@@ -158,8 +180,16 @@ class _Run:
         match action.kind:
             case Kind.F:
                 self._forward(action)
-            case Kind.B:
+            case Kind.B | Kind.I:
                 self._backward(action)
+            case Kind.W:
+                self._weights(action)
+            case _:
+                with self._span(Category.MESSAGE, action):
+                    self._message(action)
+
+    def _message(self, action: Action) -> None:
+        match action.kind:
             case Kind.SEND_F:
                 self._send_output(action)
             case Kind.RECV_F:
@@ -170,16 +200,22 @@ class _Run:
                 assert action.kind is Kind.RECV_B
                 self._receive_output_grads(action)
 
+    def _span(self, category: Category, action: Action) -> AbstractContextManager[None]:
+        stage = self.placement.stage(self.engine.rank, action.chunk)
+        return span(self.timeline, category, action, stage)
+
     def check_empty(self) -> None:
         """Everything received was used and everything made was handed on."""
         left = [self.inputs, self.outputs, self.kept, self.output_grads, self.input_grads]
         assert not any(left), f"the action list leaves work undone: {[sorted(d) for d in left]}"
+        weights = self.engine.weight_gradients
+        assert weights is None or weights.is_empty, "the action list leaves weight gradients undone"
 
     def _forward(self, action: Action) -> None:
         key = action.micro_batch, action.chunk
         stage = self.placement.stage(self.engine.rank, action.chunk)
-        received = None if stage == 0 else self._take_input(key)
-        with torch.set_grad_enabled(self.backward):
+        received = None if stage == 0 else self._take_input(action)
+        with self._span(Category.COMPUTE, action), torch.set_grad_enabled(self.backward):
             result = self.runner.forward(*key, received)
         is_last = stage + 1 == self.placement.num_stages
         outputs = self._loss(result, action) if is_last else self._activations(result, action)
@@ -200,16 +236,34 @@ class _Run:
     def _backward(self, action: Action) -> None:
         key = action.micro_batch, action.chunk
         kept = self.kept.pop(key)
-        grads = self.output_grads.pop(key).take()
-        if kept.edges:
-            torch.autograd.backward(kept.edges, grads)
+        grads = self._wait(self.output_grads.pop(key), action)
+        with self._span(Category.COMPUTE, action), self._leaving_weights(action):
+            if kept.edges:
+                torch.autograd.backward(kept.edges, grads)
         stage = self.placement.stage(self.engine.rank, action.chunk)
         if stage > 0:
             self._hand_back(tuple(_take_grad(t) for t in kept.inputs), key, stage - 1)
 
-    def _take_input(self, key: Key) -> tuple[Tensor, ...]:
-        arrival = self.inputs.pop(key)
-        tensors = arrival.take()
+    def _leaving_weights(self, action: Action) -> AbstractContextManager[None]:
+        if action.kind is not Kind.I:
+            return nullcontext()
+        assert self.engine.weight_gradients is not None
+        return self.engine.weight_gradients.collect((action.micro_batch, action.chunk))
+
+    def _weights(self, action: Action) -> None:
+        assert self.engine.weight_gradients is not None
+        with self._span(Category.COMPUTE, action):
+            self.engine.weight_gradients.compute((action.micro_batch, action.chunk))
+
+    def _wait(self, arrival: Arrival, action: Action) -> tuple[Tensor, ...]:
+        if not arrival.works:
+            return arrival.take()
+        with self._span(Category.WAIT, action):
+            return arrival.take()
+
+    def _take_input(self, action: Action) -> tuple[Tensor, ...]:
+        arrival = self.inputs.pop((action.micro_batch, action.chunk))
+        tensors = self._wait(arrival, action)
         for tensor, spec in zip(tensors, arrival.specs, strict=True):
             tensor.requires_grad_(spec.differentiable)
         return tensors

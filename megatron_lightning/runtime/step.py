@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from megatron_lightning.parallel.actions import ActionLists
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
 from megatron_lightning.runtime.batch import MicroBatch, join_outputs
@@ -25,6 +26,7 @@ from megatron_lightning.runtime.metrics import LogRecorder
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine, StageRunner
 from megatron_lightning.runtime.publish import Published, Publisher
+from megatron_lightning.runtime.timeline import Category, Timeline, span
 
 Received = tuple[Tensor, ...] | None
 
@@ -65,8 +67,17 @@ class StepRunner:
         self._model = model
         self._mesh = mesh
         self._publisher = Publisher(mesh)
-        self._schedule: ScheduleName = "interleaved" if model.num_chunks > 1 else schedule
-        self._engine = PipelineEngine(mesh.pp, device=mesh.device, num_chunks=model.num_chunks)
+        looped = model.num_chunks > 1 and not model.placement.v_shaped
+        self._schedule: ScheduleName = "interleaved" if looped else schedule
+        self._engine = PipelineEngine(
+            mesh.pp,
+            device=mesh.device,
+            num_chunks=model.num_chunks,
+            v_shaped=model.placement.v_shaped,
+            weight_gradients=model.weight_gradients,
+        )
+        self.timeline: Timeline | None = None
+        """Set for a run whose times are wanted."""
 
     def run(
         self,
@@ -84,30 +95,34 @@ class StepRunner:
         reduced as they fill.
         """
         training = position is not None
-        actions = _schedule(
-            self._schedule,
-            pipeline_size=self._mesh.pp.size,
-            num_chunks=self._model.num_chunks,
-            num_microbatches=len(micro_batches),
-            forward_only=not training,
-        )[self._mesh.pp.rank]
+        actions = self.schedule(len(micro_batches), forward_only=not training)[self._mesh.pp.rank]
         recorder = LogRecorder(self._module, self._mesh.device, pipelined=self._mesh.pp.size > 1)
         stage = _Stage(self, hook, micro_batches, args, context, recorder, position)
-        buckets = self._model.buckets
-        arm = buckets.arm if reduce_now and buckets is not None else None
         with recorder.capture():
             self._engine.run(
                 actions,
                 stage,
                 signatures=[batch.signature() for batch in micro_batches],
                 backward=training,
-                before_last_backward=arm,
+                before_last_backward=self._model.arming() if reduce_now else None,
+                timeline=self.timeline,
             )
         source = self._model.holds_last
-        published = self._publisher.publish(
-            stage.loss_total() if source else None, recorder.totals if source else None
-        )
+        with span(self.timeline, Category.COLLECTIVE, "publish losses and logs"):
+            published = self._publisher.publish(
+                stage.loss_total() if source else None, recorder.totals if source else None
+            )
         return StepResult(published=published, outputs=stage.outputs)
+
+    def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ActionLists:
+        """Action lists of all pipeline ranks."""
+        return _schedule(
+            self._schedule,
+            pipeline_size=self._mesh.pp.size,
+            num_chunks=self._model.num_chunks,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+        )
 
     @property
     def module(self) -> LightningModule:

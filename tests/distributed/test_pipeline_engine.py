@@ -216,7 +216,7 @@ def check_callbacks(rank, world_size):
         signatures=[4] * 4,
         backward=True,
         before_compute=lambda action: seen.append(str(action)),
-        before_last_backward=lambda chunk: seen.append(f"last {chunk}"),
+        before_last_backward=lambda action: seen.append(f"last {action.chunk}"),
     )
     expected: list[str] = []
     for action in actions:

@@ -1,0 +1,163 @@
+"""Weight gradients computed apart from the backward pass: what makes a backward splittable.
+
+While a pass is collected (the schedule's I), the linear layers of a network keep the two factors of
+their weight's gradient instead of multiplying them; the schedule's W multiplies them later (Qi et
+al., arXiv 2401.10241). Nothing is taken out of autograd's graph: a layer merely says that its
+weight has no gradient in this pass. All other parameters (norms, biases, embeddings) get theirs
+during I, as usual.
+
+The sum goes straight into the main gradient of the gradient buckets. Hooks that a user puts on such
+a weight's gradient do not see it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.parallel.collectives import Finish, begin_all_gather
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.plain_layers import adopt
+
+Key = tuple[int, int]
+"""(micro_batch, chunk)"""
+
+
+class MainGradients(Protocol):
+    """Where weight gradients are summed: `parallel.data.GradientBuckets`."""
+
+    def main_grad(self, name: str) -> Tensor:
+        """The gradient view of a parameter, in its local shape."""
+        ...
+
+    def arrived(self, name: str) -> None:
+        """Called when the gradient of `name` is in its view."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Product:
+    """grad^T x: (..., out)^T (..., in) -> (out, in)."""
+
+    name: str
+    grad: Tensor
+    x: Tensor
+    axis: MeshAxis
+    dim: int | None
+    """Dim along which `x` is only this rank's part, as sequence parallelism keeps it, or None."""
+
+    def begin_input(self) -> Finish:
+        """Start to make the whole input."""
+        if self.dim is None:
+            return lambda: self.x
+        return begin_all_gather(self.x, self.axis, self.dim)
+
+
+class WeightGradients:
+    """The products that wait, by micro-batch and chunk. One for each rank's model."""
+
+    def __init__(self) -> None:
+        self.target: MainGradients | None = None
+        """Set while there are gradient buckets."""
+        self._waiting: dict[Key, list[_Product]] = {}
+        self._key: Key | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+        """Itself: copies of a network (weight averaging) run no backward."""
+        return self
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing waits."""
+        return not self._waiting
+
+    @contextmanager
+    def collect(self, key: Key) -> Iterator[None]:
+        """Put off the weight gradients of the backward pass inside."""
+        assert key not in self._waiting, f"weight gradients of {key} wait already"
+        self._waiting[key] = []
+        self._key = key
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def defer(self, product: _Product) -> bool:
+        """Take a product if a pass is being collected."""
+        if self._key is None:
+            return False
+        self._waiting[self._key].append(product)
+        return True
+
+    def names(self, key: Key) -> frozenset[str]:
+        """Parameters whose gradients `compute` will bring."""
+        return frozenset(product.name for product in self._waiting[key])
+
+    @torch.no_grad()
+    def compute(self, key: Key) -> None:
+        """Multiply what waits, add it to the main gradients, and tell of each that arrived.
+
+        With sequence parallelism inputs are gathered again, each during the product before it.
+        """
+        products = self._waiting.pop(key)
+        left = Counter(product.name for product in products)
+        upcoming = products[0].begin_input() if products else None
+        while products:
+            product = products.pop(0)
+            assert upcoming is not None
+            x = upcoming()
+            upcoming = products[0].begin_input() if products else None
+            self._add(product, x)
+            left[product.name] -= 1
+            if left[product.name] == 0 and self.target is not None:
+                self.target.arrived(product.name)
+
+    def _add(self, product: _Product, x: Tensor) -> None:
+        assert self.target is not None, "weight gradients without gradient buckets"
+        main = self.target.main_grad(product.name)
+        # As autograd and the buckets do it: a product in its own dtype, a sum in that of `main`.
+        main.add_((product.grad.flatten(0, -2).t() @ x.flatten(0, -2)).view_as(main))
+
+    def clear(self) -> None:
+        """Forget everything, after a failed run."""
+        self._waiting.clear()
+        self._key = None
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSink:
+    """What a linear layer holds to put off its weight's gradient: the queue and its own name."""
+
+    gradients: WeightGradients
+    name: str
+    """Canonical name of the weight."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSink:
+        """Itself, as the queue."""
+        return self
+
+    def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
+        """Keep (..., out) and (..., in) for later; False if the gradient is wanted now."""
+        return self.gradients.defer(_Product(self.name, grad, x, axis, dim))
+
+
+def apply_weight_sinks(
+    network: nn.Module, gradients: WeightGradients, names: Mapping[int, str]
+) -> None:
+    """Let the linear layers of `network` put off their weights' gradients.
+
+    `names` gives the canonical name of each weight by its id. Layers know how if they have a
+    `weight_sink`; torch's own `nn.Linear` is changed into one that has.
+    """
+    for module in network.modules():
+        if type(module) is nn.Linear:
+            adopt(module)
+        if hasattr(module, "weight_sink"):
+            owner: Any = module
+            owner.weight_sink = WeightSink(gradients, names[id(owner.weight)])
