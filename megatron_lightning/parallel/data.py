@@ -298,7 +298,8 @@ class GradientBuckets:
 
     def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # autograd calls hooks also where no gradient has come
+                return
             slot.main_grad.add_(parameter.grad.detach())
             parameter.grad = None
             self.arrived(slot.name)
