@@ -6,13 +6,15 @@ lie on a dim that a field table names; a batch that needs no cutting is never lo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import copy
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 BATCH_DIMS: Mapping[str, int] = {
     "tokens": 0,
@@ -29,6 +31,9 @@ BATCH_DIMS: Mapping[str, int] = {
 class MicroBatches(list[Any]):
     """A batch that its loader or collate function has already cut: each entry is one
     micro-batch.
+
+    Their means weigh by their samples where fields with a known batch dim (or tensors that agree on
+    dim 0) tell these, else equally.
     """
 
 
@@ -45,13 +50,27 @@ class MicroBatch:
         """Shapes and dtypes of all tensors: equal on all pipeline ranks, since they read the same
         batch.
         """
-        leaves = pytree.tree_leaves(self.data)
-        return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple((tuple(leaf.shape), leaf.dtype) for leaf in _tensors(self.data))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested mappings, sequences and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
 
 
 def batch_size_of(batch: Any, batch_dims: Mapping[str, int]) -> int | None:
     """Number of samples in `batch`, or None when nothing in it says so."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, (Tensor, np.ndarray)):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, Mapping):
         known = [
@@ -81,7 +100,15 @@ def split_batch(
     batch dim is unknown or doesn't agree.
     """
     if isinstance(batch, MicroBatches):
-        return _shares([(data, batch_size_of(data, batch_dims) or 1) for data in batch])
+        if not batch:
+            raise ValueError(
+                "the batch was cut into no micro-batches at all; MicroBatches and split_micro_batch"
+                " give at least one"
+            )
+        counts = [_samples_of(data, batch_dims) for data in batch]
+        known = [count for count in counts if count is not None]
+        known = known if len(known) == len(batch) else [1] * len(batch)
+        return _shares(list(zip(batch, known, strict=True)))
     if micro_batch_size is None and pipeline_size == 1:
         return [
             MicroBatch(data=batch, num_samples=batch_size_of(batch, batch_dims) or 1, share=1.0)
@@ -95,6 +122,8 @@ def split_batch(
             "micro_batch_size) -> list"
         )
     step = micro_batch_size or (size // pipeline_size if size % pipeline_size == 0 else 1)
+    if size == 0:
+        raise ValueError("the batch holds no samples; leave such batches out of the loader")
     if step >= size:
         return [MicroBatch(data=batch, num_samples=size, share=1.0)]
     bounds = [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -103,11 +132,22 @@ def split_batch(
 
 def _shares(parts: Sequence[tuple[Any, int]]) -> list[MicroBatch]:
     total = sum(count for _, count in parts)
-    return [MicroBatch(data=data, num_samples=count, share=count / total) for data, count in parts]
+    return [
+        MicroBatch(data=data, num_samples=count, share=count / total if total else 1 / len(parts))
+        for data, count in parts
+    ]
+
+
+def _samples_of(part: Any, batch_dims: Mapping[str, int]) -> int | None:
+    """Samples of a micro-batch that was cut elsewhere; None where its tensors don't agree."""
+    if isinstance(part, Mapping) and not any(key in batch_dims for key in part):
+        sizes = {tensor.shape[0] for tensor in _tensors(part) if tensor.ndim}
+        return sizes.pop() if len(sizes) == 1 else None
+    return batch_size_of(part, batch_dims)
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 
 def _narrow(
@@ -130,27 +170,38 @@ def _narrow(
                 )
             else:
                 cut[key] = _narrow(entry, start, stop, size, batch_dims, f"{path}[{key!r}]")
-        return cut
+        return _like(value, cut)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(
             *(_narrow(v, start, stop, size, batch_dims, f"{path}.{i}") for i, v in enumerate(value))
         )
     if isinstance(value, (list, tuple)):
-        if len(value) == size and not any(isinstance(entry, Tensor) for entry in value):
-            return type(value)(value[start:stop])
+        if len(value) == size and next(_tensors(value), None) is None:
+            return type(value)(value[start:stop])  # one entry a sample: texts, numbers
         return type(value)(
             _narrow(v, start, stop, size, batch_dims, f"{path}[{i}]") for i, v in enumerate(value)
         )
     return _slice(value, 0, start, stop, size, path) if _is_array(value) else value
 
 
-def _slice(value: Tensor, dim: int, start: int, stop: int, size: int, path: str) -> Tensor:
+def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`entries` in a mapping of the same kind where that can be had (Hugging Face's encodings)."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return entries
+    same = copy.copy(mapping)
+    same.update(entries)
+    return same
+
+
+def _slice(value: Any, dim: int, start: int, stop: int, size: int, path: str) -> Any:
     if value.shape[dim] != size:
         raise ValueError(
             f"{path} of shape {tuple(value.shape)}: dim {dim} has {value.shape[dim]} entries "
             f"where the batch has {size}"
             " samples; pass MegatronStrategy(batch_dims={field: dim}) or a split_micro_batch hook"
         )
+    if isinstance(value, np.ndarray):
+        return value[(slice(None),) * (dim % value.ndim) + (slice(start, stop),)]
     return value.narrow(dim, start, stop - start)
 
 

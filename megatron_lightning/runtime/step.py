@@ -23,10 +23,11 @@ from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
 from megatron_lightning.runtime.batch import MicroBatch, join_outputs
 from megatron_lightning.runtime.metrics import LogRecorder
-from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.runtime.model import ParallelModel, share_buffers, stateful_buffers
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine, StageRunner
 from megatron_lightning.runtime.publish import Published, Publisher
 from megatron_lightning.runtime.timeline import Category, Timeline, span
+from megatron_lightning.utils.logging import warn_once
 
 Received = tuple[Tensor, ...] | None
 
@@ -67,6 +68,7 @@ class StepRunner:
         self._model = model
         self._mesh = mesh
         self._publisher = Publisher(mesh)
+        self._buffers = stateful_buffers(module)
         looped = model.num_chunks > 1 and not model.placement.v_shaped
         self._schedule: ScheduleName = "interleaved" if looped else schedule
         self._engine = PipelineEngine(
@@ -96,6 +98,7 @@ class StepRunner:
         """
         training = position is not None
         actions = self.schedule(len(micro_batches), forward_only=not training)[self._mesh.pp.rank]
+        share_buffers(self._buffers, self._mesh)
         recorder = LogRecorder(self._module, self._mesh.device, pipelined=self._mesh.pp.size > 1)
         stage = _Stage(self, hook, micro_batches, args, context, recorder, position)
         with recorder.capture():
@@ -172,6 +175,7 @@ class _Stage(StageRunner):
     def forward(self, micro_batch: int, chunk: int, received: Received) -> Any:
         """Run one chunk on one micro-batch; on the last chunk, the weighted loss."""
         batch = self._micro_batches[micro_batch]
+        self._recorder.begin_micro_batch()
         if self._position is not None:
             self._runner.model.begin_forward(
                 self._position.batch_index, micro_batch, self._first_sample(micro_batch), chunk
@@ -204,6 +208,8 @@ class _Stage(StageRunner):
         self.outputs.append(result)
         if loss is None:
             return None
+        if not loss.requires_grad:
+            warn_once(_NO_GRADIENT)
         weight = torch.as_tensor(
             batch.share if tokens is None else tokens, dtype=torch.float64, device=loss.device
         )
@@ -212,7 +218,16 @@ class _Stage(StageRunner):
             * weight
         )
         self._weight += weight
+        if not weight.is_cuda and float(weight) == 0:
+            return None  # 0/0 has a gradient that isn't a number; on a GPU asking would stall it
         return loss * weight.to(loss.dtype)
+
+
+_NO_GRADIENT = (
+    "The loss that training_step returned does not depend on any trainable parameter: such a"
+    " micro-batch changes nothing. Is everything frozen, or was the loss computed under no_grad or"
+    " detached?"
+)
 
 
 def _tokens_of(result: Any) -> Any:
