@@ -36,8 +36,8 @@ SPLIT_SCHEDULES = ("zb-h1", "zb-v")
 
 # Durations by which add_communication orders the messages, in units of one forward. With a backward
 # of 3 (as with recomputation) the order costs no extra bubble at true durations of 1 to 3; with 2
-# it does from 2.5 on.
-_ORDERING_COST = {Kind.F: 1.0, Kind.B: 3.0, Kind.I: 1.5, Kind.W: 1.5}
+# it does from 2.5 on. Split backwards are ordered by what their schedules are made for.
+_ORDERING_COST = {Kind.F: 1.0, Kind.B: 3.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
 def gpipe(pipeline_size: int, num_chunks: int, num_microbatches: int) -> ActionLists:

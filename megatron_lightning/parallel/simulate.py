@@ -90,7 +90,7 @@ class SimulationReport:
         waiting = max(self.peak_waiting_weights) / self.num_chunks
         return (
             f"bubble {self.bubble_fraction:.1%}, makespan {self.makespan:g}, peak of live "
-            f"activations {live:g} micro-batches a rank (of these {waiting:g} for W alone)"
+            f"activations {live:g} micro-batches a rank (of these up to {waiting:g} for W alone)"
         )
 
 
