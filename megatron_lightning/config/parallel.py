@@ -29,8 +29,9 @@ class PipelineConfig:
     layout: str | Sequence[Sequence[str]] | None = None
     """Explicit stages, e.g. "Et*3|t*4|t*4|t*2L" (E embedding, t layer, L head, | cut); None:
     balanced by cost."""
-    embedding_cost: float = 0.25
-    """Cost of the embedding in units of one layer, for the balanced split."""
+    embedding_cost: float = 0.0
+    """Cost of the embedding in units of one layer, for the balanced split (a look-up costs next to
+    nothing)."""
     head_cost: float = 1.0
     """Cost of final norm, head and loss in units of one layer, for the balanced split."""
 

@@ -14,17 +14,21 @@ _TOLERANCE = (
 )
 
 
-def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
+def cut_evenly(
+    costs: Sequence[float], parts: int, counts: Sequence[int] | None = None
+) -> list[int]:
     """Sizes (at least 1) of ``parts`` contiguous parts of ``costs``; there must be enough of them.
 
-    Minimises the largest part's cost, then the sum of squares. Ties: as few items as possible in
-    the last and the first part, then more in later parts.
+    Minimises the largest part's cost, then the sum of squares. Ties: numbers of items as equal as
+    possible, where an item counts as ``counts`` says (default: all as 1), then more in earlier
+    parts.
     """
     assert 1 <= parts <= len(costs)
     assert min(costs) >= 0
     scale = max(costs) or 1.0
     prefix = [0.0, *accumulate(cost / scale for cost in costs)]
-    return _most_even(prefix, parts, _smallest_maximum(prefix, parts))
+    numbers = [0, *accumulate([1] * len(costs) if counts is None else counts)]
+    return _most_even(prefix, numbers, parts, _smallest_maximum(prefix, parts))
 
 
 def _smallest_maximum(prefix: Sequence[float], parts: int) -> float:
@@ -44,13 +48,16 @@ def _fits(prefix: Sequence[float], parts: int, limit: float) -> bool:
     return used <= parts
 
 
-def _most_even(prefix: Sequence[float], parts: int, limit: float) -> list[int]:
-    """Dynamic programming; ``best[end]``: (key, sizes) of the parts so far, which reach ``end``."""
+def _most_even(
+    prefix: Sequence[float], numbers: Sequence[int], parts: int, limit: float
+) -> list[int]:
+    """Dynamic programming; ``best[end]``: squares of costs and of numbers, and the negated sizes,
+    of the parts so far, which reach ``end``.
+    """
     count = len(prefix) - 1
-    best: dict[int, tuple[tuple[float, int], list[int]]] = {0: ((0.0, 0), [])}
+    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [])}
     for part in range(parts):
-        edge = 2 if part == 0 else 3 if part == parts - 1 else 0
-        extended: dict[int, tuple[tuple[float, int], list[int]]] = {}
+        extended: dict[int, tuple[float, int, list[int]]] = {}
         for end in range(part + 1, count - (parts - part - 1) + 1):
             for start in range(end - 1, part - 1, -1):
                 cost = prefix[end] - prefix[start]
@@ -58,9 +65,10 @@ def _most_even(prefix: Sequence[float], parts: int, limit: float) -> list[int]:
                     break
                 if start not in best:
                     continue
-                (squares, ties), sizes = best[start]
-                key = (round(squares + cost * cost, 9), ties + edge * (end - start))
-                if end not in extended or key <= extended[end][0]:
-                    extended[end] = (key, [*sizes, end - start])
+                squares, even, sizes = best[start]
+                even += (numbers[end] - numbers[start]) ** 2
+                found = (round(squares + cost * cost, 9), even, [*sizes, start - end])
+                if end not in extended or found < extended[end]:
+                    extended[end] = found
         best = extended
-    return best[count][1]
+    return [-size for size in best[count][2]]

@@ -116,9 +116,9 @@ def balanced_layout(
     """The contiguous cut whose dearest stage is cheapest; ``num_layers`` need not divide.
 
     Costs are in units of one decoder layer (or of ``layer_costs``, one for each layer). Among
-    equally good cuts the stages are as equal as possible; what is left over goes to the middle
-    stages, since the first holds the embedding and the last the head. Raises ``ValueError`` if
-    there are more stages than units.
+    equally good cuts the stages' numbers of layers are as equal as possible, and what is left over
+    goes to the first stages: 61 layers on 4 stages give 16, 15, 15, 15, with a head that costs as
+    much as a layer too. Raises ``ValueError`` if there are more stages than units.
     """
     problems = stage_count_problems(num_layers, pipeline_size, virtual_size)
     costs = [1.0] * num_layers if layer_costs is None else list(layer_costs)
@@ -130,7 +130,8 @@ def balanced_layout(
         problems.append("embedding_cost, head_cost and layer_costs must not be negative.")
     if problems:
         raise ValueError(" ".join(problems))
-    sizes = cut_evenly([embedding_cost, *costs, head_cost], pipeline_size * virtual_size)
+    counts = [0, *[1] * num_layers, 0]
+    sizes = cut_evenly([embedding_cost, *costs, head_cost], pipeline_size * virtual_size, counts)
     units = EMBEDDING + LAYER * num_layers + HEAD
     ends = [sum(sizes[: s + 1]) for s in range(len(sizes))]
     cut = [units[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -20,8 +20,9 @@ def layers_of(layout):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((30, 4, 1), [7, 8, 8, 7]),
-        ((10, 2, 2), [2, 3, 3, 2]),
+        ((30, 4, 1), [8, 8, 7, 7]),
+        ((61, 4, 1), [16, 15, 15, 15]),
+        ((10, 2, 2), [3, 3, 2, 2]),
         ((5, 2, 1), [3, 2]),
         ((3, 4, 1), [1, 1, 1, 0]),
         ((32, 4, 2), [4] * 8),
@@ -65,7 +66,8 @@ def test_more_stages_than_units_names_both_numbers():
 
 
 def test_costs_of_embedding_and_head_count():
-    assert layers_of(balanced_layout(32, 4, head_cost=2.5)) == [8, 9, 9, 6]
+    assert layers_of(balanced_layout(32, 4, head_cost=2.5)) == [9, 9, 8, 6]
+    assert layers_of(balanced_layout(61, 4, head_cost=1.0)) == [16, 15, 15, 15]
     assert layers_of(balanced_layout(10, 2, embedding_cost=4.0)) == [3, 7]
 
 
