@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +69,15 @@ class ParallelModel:
             return True, step()
         return self.pipelined.run_stage(chunk, carried, step)
 
-    def set_buckets(self, mesh: ParallelMesh, config: ParallelConfig, *, enabled: bool) -> None:
-        """Make gradient buckets for the parameters that are trainable now, or remove them."""
+    def set_buckets(
+        self,
+        mesh: ParallelMesh,
+        config: ParallelConfig,
+        *,
+        enabled: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make gradient buckets of `dtype` for what is trainable now, or remove them."""
         self.release_buckets()
         if not enabled:
             return
@@ -85,6 +92,7 @@ class ParallelModel:
             tied=self.tied,
             bucket_size=config.data_parallel.bucket_size,
             overlap=config.data_parallel.overlap_grad_reduce,
+            dtype=dtype,
         )
 
     def release_buckets(self) -> None:
@@ -137,3 +145,34 @@ class ParallelModel:
         if self.weight_gradients is not None:
             self.weight_gradients.target = None
             parameter.grad /= mesh.dp_cp.size
+
+
+Buffers = Sequence[tuple[nn.Module, str]]
+"""(module, attribute) of each; the tensors themselves may be replaced."""
+
+
+def stateful_buffers(module: nn.Module) -> Buffers:
+    """Buffers that are saved with the module: what training changes, as batch norm's statistics."""
+    return [
+        (part, name)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
+
+
+def share_buffers(buffers: Buffers, mesh: ParallelMesh) -> None:
+    """Give every data-parallel replica the values of the first, as DDP does before a forward."""
+    axis = mesh.dp_cp
+    if axis.size == 1 or not buffers:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for module, name in buffers:
+        tensor = module.get_buffer(name)
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for tensors in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.broadcast(flat, src=axis.ranks[0], group=axis.group)
+        values = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value.view(tensor.shape))

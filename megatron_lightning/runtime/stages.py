@@ -10,16 +10,20 @@ BaseException, so that no `except Exception` of the user catches it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.layers.staged import StagedNetwork
-from megatron_lightning.parallel.pipeline import ChunkUnits
+from megatron_lightning.parallel.pipeline import ChunkUnits, StageLayout
 
 Carried = Tensor | tuple[Tensor, ...]
+FIRST: Literal["first"] = "first"
+LAST: Literal["last"] = "last"
+Owner = Literal["first", "last"] | int
+"""What holds a parameter: the modules of `plan.first` or `plan.last`, or a layer by its number."""
 
 
 class StageDone(BaseException):
@@ -151,15 +155,12 @@ def cut_network(
     network: nn.Module, plan: ParallelPlan, contents: Sequence[ChunkUnits]
 ) -> PipelinedNetwork:
     """Cut `network` into the chunks of this rank. Parameters are shared with `network`, never
-    copied.
-
-    Every parameter must lie in the layers or in a module that the plan names as first or last.
+    copied. `cut_problems` has found nothing.
     """
     shared: dict[int, Any] = {id(p): p for p in network.parameters()} | {
         id(b): b for b in network.buffers()
     }
     names = layer_names(network, plan)
-    _check_owners(network, plan, names)
     chunks = []
     for content in contents:
         part = copy.deepcopy(network, dict(shared))
@@ -182,21 +183,73 @@ def cut_network(
     return PipelinedNetwork(chunks)
 
 
-def _check_owners(network: nn.Module, plan: ParallelPlan, names: Sequence[str]) -> None:
-    if isinstance(network, nn.Sequential) and plan.layers is None:
-        return
-    roots = (*(f"{plan.layers}.{name}" for name in names), *plan.first, *plan.last)
-    stray = [
-        n
-        for n, _ in network.named_parameters()
-        if not any(n == r or n.startswith(r + ".") for r in roots)
-    ]
+def cut_problems(network: nn.Module, plan: ParallelPlan, layout: StageLayout) -> list[str]:
+    """Explain what keeps the network from being cut by this layout; the same on every rank.
+
+    Every parameter must lie in the layers or in a module that the plan names as first or last;
+    what stages share must be in `plan.tied`; and every rank must hold some parameter.
+    """
+    owner_of = _owners(network, plan)
+    stray = [name for name, owner in owner_of.items() if owner is None]
     if stray:
-        raise ValueError(
+        return [
             f"plan: no pipeline stage owns {stray[:3]}{' ...' if len(stray) > 3 else ''}; name "
-            f"the module in plan.first"
-            " or plan.last"
-        )
+            f"the module in plan.first or plan.last"
+        ]
+    ties = [pair for pair in _ties(network, owner_of) if not _is_named(pair, plan)]
+    problems = [
+        f"{first} and {second} are one parameter, which would come apart on different pipeline"
+        " stages; name the pair (owner in a plan.first module, user in a plan.last one) in"
+        " plan.tied, or untie them"
+        for first, second in ties
+    ]
+    problems += [
+        f"plan.tied: {owner} must be in a plan.first module and {user} in a plan.last one"
+        for owner, user in plan.tied
+        if (owner_of.get(owner), owner_of.get(user)) != (FIRST, LAST)
+    ]
+    for rank in range(layout.pipeline_size):
+        chunks = layout.chunks(rank)
+        held: set[Owner] = {layer for chunk in chunks for layer in chunk.layers}
+        held |= {FIRST for chunk in chunks if chunk.has_embedding}
+        held |= {LAST for chunk in chunks if chunk.has_head}
+        if not held.intersection(owner_of.values()):
+            problems.append(
+                f"pipeline_parallel_size={layout.pipeline_size}: rank {rank} of the pipeline would"
+                f" hold no parameter (stages {layout.describe()}); use fewer stages, or a"
+                " PipelineConfig(layout=...) that gives each of them some"
+            )
+    return problems
+
+
+def _owners(network: nn.Module, plan: ParallelPlan) -> dict[str, Owner | None]:
+    """What holds each parameter, by all its names: first, last, or the number of a layer."""
+    prefix = "" if plan.layers is None else f"{plan.layers}."
+    roots: dict[str, Owner] = {
+        prefix + name: number for number, name in enumerate(layer_names(network, plan))
+    }
+    roots |= dict.fromkeys(plan.first, FIRST) | dict.fromkeys(plan.last, LAST)
+
+    def owner(name: str) -> Owner | None:
+        parts = name.split(".")
+        paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((roots[path] for path in paths if path in roots), None)
+
+    names = (name for name, _ in network.named_parameters(remove_duplicate=False))
+    return {name: owner(name) for name in names}
+
+
+def _ties(network: nn.Module, owner_of: Mapping[str, Owner | None]) -> Iterator[tuple[str, str]]:
+    """Pairs of names of one parameter whose owners may come to lie on different stages."""
+    first_name: dict[int, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        known = first_name.setdefault(id(parameter), name)
+        if owner_of[known] != owner_of[name]:
+            yield known, name
+
+
+def _is_named(pair: tuple[str, str], plan: ParallelPlan) -> bool:
+    return any(set(pair) == set(tied) for tied in plan.tied)
 
 
 def _keep_children(sequential: nn.Sequential, kept: Sequence[str]) -> nn.Sequential:

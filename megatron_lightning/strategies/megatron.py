@@ -175,7 +175,9 @@ class MegatronStrategy(MeshStrategy):
                 seed=self.seed,
                 params_dtype=policy.params_dtype if target is not None else None,
             )
-        self._parallel.set_buckets(self.mesh, self.config, enabled=buckets)
+        self._parallel.set_buckets(
+            self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
+        )
         self._runner = StepRunner(module, self._parallel, self.mesh, self.config.pipeline.schedule)
         self._window = AccumulationWindow(self.mesh.device)
 
@@ -230,11 +232,9 @@ class MegatronStrategy(MeshStrategy):
 
     def _training_output(self, result: StepResult) -> Any:
         """What Lightning and `on_train_batch_end` get: the mean loss, with the step's other
-        entries if it is unambiguous.
+        entries if it is unambiguous. Also where this rank's step gave None: others may have a loss.
         """
         loss = result.published.loss
-        if any(output is None for output in result.outputs):
-            return None
         if len(result.outputs) == 1 and isinstance(result.outputs[0], Mapping):
             return {**result.outputs[0], "loss": loss}
         return loss
@@ -359,6 +359,8 @@ class MegatronStrategy(MeshStrategy):
         result = self._run(
             "predict_step", batch, args, self.precision_plugin.predict_step_context, training=False
         )
+        assert self.lightning_module is not None
+        log_published(self.lightning_module, result.published.logs, None)  # Lightning refuses any
         return _compat.share_predictions(
             join_step_outputs(result.outputs), self.mesh, self.parallel_model.placement.last_rank
         )

@@ -240,7 +240,10 @@ def claim(module: LightningModule, strategy: MegatronStrategy) -> None:
     before.
     """
     owner = vars(module).get(_OWNER)
-    if owner is not None and owner is not strategy and owner.config.model_parallel_size > 1:
+    parts = 1
+    if owner is not None and owner is not strategy:
+        parts = owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size
+    if parts > 1:
         raise ValueError(
             f"{type(module).__name__} was cut for {owner.mesh.describe()} by another strategy of "
             f"this process; make a new"
@@ -287,7 +290,8 @@ def check_zeroed(parameters: Mapping[str, nn.Parameter]) -> None:
 def warn_no_tokens() -> None:
     """Warn that a window held no token with a loss."""
     warn_once(
-        "No token of an accumulation window has a loss (every label is masked): the optimizer "
+        "No token of an accumulation window has a loss (every label is masked, or training_step "
+        "returned None): the optimizer "
         "step leaves all parameters"
         " unchanged, weight decay included; it still counts as a step."
     )
