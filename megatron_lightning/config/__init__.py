@@ -1,5 +1,6 @@
 """Frozen configs: what a model is, how it is laid out, and the checks between them."""
 
+from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -23,6 +24,8 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.rotary import RotaryConfig
 
 __all__ = [
+    "ContextConfig",
+    "ContextForm",
     "DataParallelConfig",
     "GPTConfig",
     "Gradient",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 
 ScheduleName = Literal["1f1b", "gpipe", "zb-h1", "zb-v"]
@@ -92,6 +93,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
     sequence_parallel: bool = False
     micro_batch_size: int | None = None
     """Samples a data-parallel rank runs in one forward; None: the data module's, else derived from
@@ -100,8 +102,11 @@ class ParallelConfig:
     data_parallel: DataParallelConfig = DataParallelConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    context: ContextConfig = ContextConfig()
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Ranks that work on one sample together: tensor x pipeline x context."""
+        return (
+            self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+        )

@@ -40,6 +40,10 @@ def _pipeline_size(config: ParallelConfig) -> str | None:
     return _positive("pipeline_parallel_size", config.pipeline_parallel_size)
 
 
+def _context_size(config: ParallelConfig) -> str | None:
+    return _positive("context_parallel_size", config.context_parallel_size)
+
+
 def _virtual_size(config: ParallelConfig) -> str | None:
     return _positive("pipeline.virtual_pipeline_size", config.pipeline.virtual_pipeline_size)
 
@@ -127,22 +131,24 @@ def _positive(field: str, value: object) -> str | None:
 RULES: tuple[Rule, ...] = (
     _tensor_size,
     _pipeline_size,
+    _context_size,
     _virtual_size,
     _micro_batch_size,
     _sequence_parallel,
     _schedule,
+    _schedule_chunks,
+    _schedule_ranks,
     _launcher,
     _axis_order,
     _timeout,
     _bucket,
 )
-    _schedule_chunks,
-    _schedule_ranks,
 
 
 def check_layout(config: ParallelConfig) -> list[str]:
     """Every violation that the layout has in itself."""
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
+    problems += config.context.check(config.context_parallel_size)
     return problems + config.recompute.check()
 
 
@@ -157,7 +163,8 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
     return [
         f"devices x num_nodes = {world_size} ranks: "
         f"tensor_parallel_size={config.tensor_parallel_size} x"
-        f" pipeline_parallel_size={config.pipeline_parallel_size} = {product} does not divide it;"
+        f" pipeline_parallel_size={config.pipeline_parallel_size} x"
+        f" context_parallel_size={config.context_parallel_size} = {product} does not divide it;"
         f" use {' or '.join(map(str, nearest))} ranks, or other sizes"
     ]
 

@@ -8,16 +8,19 @@ fused one) can take its place.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
-from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.rotary import RotaryTables
+from megatron_lightning.parallel.context_attend import attend
+from megatron_lightning.parallel.context_kernels import choose_kernel
+from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.random import Normal
+from megatron_lightning.parallel.sequence import SequenceInfo
 
 if TYPE_CHECKING:
     from megatron_lightning.layers.backend import LayerBackend
@@ -64,8 +67,16 @@ class SelfAttention(nn.Module):
             device=device,
         )
 
-    def forward(self, hidden: Tensor, rotary: RotaryTables | None = None) -> Tensor:
-        """(S, B, H) -> (S, B, H); queries and keys are rotated by `rotary` unless it is None."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryTables | None = None,
+        sequence: SequenceInfo | None = None,
+    ) -> Tensor:
+        """(S, B, H) -> (S, B, H); queries and keys are rotated by `rotary` unless it is None.
+
+        `sequence`: the documents that are packed into the samples, None for one a sample.
+        """
         packed = self.linear_qkv(hidden)  # (S, B, G * (N/G + 2) * D)
         packed = packed.unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         query, key, value = packed.split(
@@ -75,54 +86,72 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = rotary.rotate(query), rotary.rotate(key)
-        context = self.core_attention(query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3))
+        context = self.core_attention(
+            query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3), sequence
+        )
         return self.linear_proj(context)
 
 
-class ReferenceAttention(nn.Module):
+class ReferenceAttention(CoreAttention):
     """Written out, with a float32 softmax: the oracle of the fused cores, and the core of the exact
     mode.
     """
 
-    def __init__(self, *, scale: float, window_size: int = 0, dropout: Dropout) -> None:
-        """`scale` multiplies the scores; `window_size` in tokens, 0 for none; `dropout` of layout
-        HEADS.
-        """
-        super().__init__()
-        self.scale = scale
-        self.window_size = window_size
-        self.dropout = dropout
+    written_out: ClassVar[bool] = True
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(S, B, N, D), (S, B, G, D), (S, B, G, D) -> (S, B, N * D). Query head i reads group i * G
-        // N.
-        """
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequence: SequenceInfo | None = None,
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """See `CoreAttention.forward`."""
+        seen = visible(key.shape[0], self.window_size, sequence, rows, key.device)
         query, key, value = (
             x.permute(1, 2, 0, 3) for x in (query, key, value)
         )  # (B, N or G, S, D)
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
         scores = (query @ key.transpose(-1, -2)).float() * self.scale  # (B, N, S, S)
-        seen = causal_mask(scores.shape[-1], self.window_size, scores.device)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        context = self.dropout(weights).to(value.dtype) @ value  # (B, N, S, D)
-        return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * D)
+        context = self.dropout(weights).to(value.dtype) @ value  # (B, N, S, Dv)
+        return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * Dv)
 
 
-class FusedAttention(ReferenceAttention):
+class FusedAttention(CoreAttention):
     """`scaled_dot_product_attention` of torch: a flash, memory-efficient or cuDNN kernel that
     fits.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(S, B, N, D), (S, B, G, D), (S, B, G, D) -> (S, B, N * D).
-
-        Query head i reads group i * G // N.
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequence: SequenceInfo | None = None,
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """See `CoreAttention.forward`. Packed documents with dropout, and `rows`, need a mask in
+        memory.
         """
+        if sequence is not None and rows is None and not self.drops:
+            return self._packed(query, key, value, sequence)
+        seen = None
+        if sequence is not None or rows is not None:
+            seen = visible(key.shape[0], self.window_size, sequence, rows, key.device)
         query, key, value = (
             x.permute(1, 2, 0, 3) for x in (query, key, value)
         )  # (B, N or G, S, D)
         with self.dropout.fused(query.device) as probability:
-            if 0 < self.window_size < query.shape[2]:
+            if seen is not None:
+                key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+                context = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=seen, dropout_p=probability, scale=self.scale
+                )
+            elif 0 < self.window_size < query.shape[2]:
                 context = sliding_attention(
                     query,
                     key,
@@ -134,6 +163,20 @@ class FusedAttention(ReferenceAttention):
             else:
                 context = full_attention(query, key, value, scale=self.scale, dropout_p=probability)
         return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * D)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequence: SequenceInfo) -> Tensor:
+        batch = query.shape[1]
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        context = attend(
+            query,
+            key,
+            value,
+            sequence.flat,
+            kernel=choose_kernel(query, value),
+            scale=self.scale,
+            window=self.window_size,
+        )  # (B * S, N, D)
+        return context.unflatten(0, (batch, -1)).transpose(0, 1).flatten(2)
 
 
 def full_attention(
@@ -188,14 +231,34 @@ def sliding_attention(
     return torch.cat((first, later[:, :, : length - width]), dim=2)  # (B, N, S, D)
 
 
+def visible(
+    length: int,
+    window_size: int,
+    sequence: SequenceInfo | None,
+    rows: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """(1 or B, 1, S', S) bool, True where query `rows` (1 or B, S'; None: all) of a sequence of
+    `length` see each of its keys: those before them, of their document, within the window.
+    """
+    position = torch.arange(length, device=device)[None]  # (1, S)
+    rows = position if rows is None else rows.to(device)
+    distance = rows[:, :, None] - position[:, None, :]
+    seen = distance >= 0
+    if window_size:
+        seen &= distance < window_size
+    if sequence is not None:
+        document = sequence.documents(device)  # (B, S)
+        own = document.gather(1, rows.expand(len(document), -1))
+        seen = seen & (own[:, :, None] == document[:, None, :])
+    return seen.unsqueeze(1)
+
+
 def causal_mask(length: int, window_size: int, device: torch.device) -> Tensor:
     """(S, S) bool, True where query (row) sees key (column): keys up to it, the last `window_size`
     unless 0.
     """
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    seen = distance >= 0
-    return seen & (distance < window_size) if window_size else seen
+    return visible(length, window_size, None, None, device)[0, 0]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

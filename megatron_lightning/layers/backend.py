@@ -18,6 +18,7 @@ from megatron_lightning.layers.embedding import (
     VocabularyEmbedding,
     VocabularyHead,
 )
+from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.random import Initial
 
 
@@ -51,7 +52,7 @@ class LayerBackend(Protocol):
         """The config's norm over a last dim of `size`."""
         ...
 
-    def core_attention(self, config: GPTConfig, layer: int) -> nn.Module:
+    def core_attention(self, config: GPTConfig, layer: int) -> CoreAttention:
         """Core of layer number `layer`: (S, B, N, D), (S, B, G, D), (S, B, G, D) -> (S, B, N *
         D).
         """

@@ -10,6 +10,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.rotary import RotaryTables
+from megatron_lightning.parallel.sequence import SequenceInfo
 
 if TYPE_CHECKING:
     from megatron_lightning.layers.backend import LayerBackend
@@ -35,8 +36,13 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, backend, device=device)
         self.mlp_dropout = backend.hidden_dropout(config)
 
-    def forward(self, hidden: Tensor, rotary: RotaryTables | None = None) -> Tensor:
-        """(S, B, H) -> (S, B, H)."""
-        attended = self.self_attention(self.input_layernorm(hidden), rotary)
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryTables | None = None,
+        sequence: SequenceInfo | None = None,
+    ) -> Tensor:
+        """(S, B, H) -> (S, B, H); `sequence`: packed documents, None for one a sample."""
+        attended = self.self_attention(self.input_layernorm(hidden), rotary, sequence)
         hidden = hidden + self.attention_dropout(attended)
         return hidden + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(hidden)))

@@ -113,7 +113,7 @@ class RotaryEmbedding:
         self, seq_length: int, position_ids: Tensor | None, device: torch.device
     ) -> RotaryTables:
         """Tables of `position_ids` (B, S), or of 0 .. seq_length - 1 when None."""
-        key = (seq_length, device, None if position_ids is None else _version(position_ids))
+        key = (seq_length, device, None if position_ids is None else tensor_version(position_ids))
         same = key == self._key and position_ids is self._position_ids
         if self._tables is None or not same:
             # Made under inference_mode (a validation), they could not be used by a later backward.
@@ -135,6 +135,6 @@ class RotaryEmbedding:
         return RotaryTables(cos=angles.cos() * factor, sin=angles.sin() * factor)
 
 
-def _version(tensor: Tensor) -> object:
+def tensor_version(tensor: Tensor) -> object:
     """Something that changes when `tensor` is written in place; inference tensors do not count."""
     return object() if tensor.is_inference() else tensor._version

@@ -17,6 +17,7 @@ from megatron_lightning.layers.embedding import (
 )
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.norm import LayerNorm, RMSNorm
+from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.random import Initial, Normal
 from megatron_lightning.parallel.streams import Layout
 
@@ -57,7 +58,7 @@ class TorchBackend:
         kind = RMSNorm if config.norm == "rmsnorm" else LayerNorm
         return kind(size, config.norm_epsilon, device=device)
 
-    def core_attention(self, config: GPTConfig, layer: int) -> ReferenceAttention:
+    def core_attention(self, config: GPTConfig, layer: int) -> CoreAttention:
         """See `LayerBackend.core_attention`."""
         kind = FusedAttention if self.attention == "fused" else ReferenceAttention
         return kind(

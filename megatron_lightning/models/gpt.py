@@ -32,7 +32,7 @@ class GPTModel(MegatronModule):
     any LightningModule.
 
     Batches are dicts of `tokens`, `labels` (already shifted), `loss_mask` and optionally
-    `position_ids`, each (B, S).
+    `position_ids`, each (B, S), and for packed documents `cu_seqlens` (B, documents + 1).
 
     `loss_normalization`: "token" divides the window's summed loss by all its tokens, whatever the
     micro-batches and ranks; "micro_batch" averages the means of micro-batches equally, as
@@ -121,7 +121,12 @@ class GPTModel(MegatronModule):
 
     def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(mean loss over the tokens that count, number of these tokens) of one micro-batch."""
-        losses = self(batch["tokens"], batch.get("position_ids"), batch["labels"])  # (B, S)
+        losses = self(
+            batch["tokens"],
+            batch.get("position_ids"),
+            batch["labels"],
+            cu_seqlens=batch.get("cu_seqlens"),
+        )  # (B, S)
         return masked_mean(losses, batch["loss_mask"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -147,8 +152,9 @@ class GPTModel(MegatronModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Logits (B, S, V) of the true vocabulary."""
-        logits = self(batch["tokens"], batch.get("position_ids"))  # (S, B, V)
-        return logits.transpose(0, 1)
+        cu_seqlens = batch.get("cu_seqlens")
+        logits = self(batch["tokens"], batch.get("position_ids"), cu_seqlens=cu_seqlens)
+        return logits.transpose(0, 1)  # (S, B, V) -> (B, S, V)
 
     # ------------------------------------------------------------------ optimization
 

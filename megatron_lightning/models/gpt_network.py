@@ -16,6 +16,7 @@ from megatron_lightning.layers.backend import LayerBackend, check_supported
 from megatron_lightning.layers.block import TransformerLayer
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.rotary import RotaryEmbedding
+from megatron_lightning.layers.sequence import PackedSequences
 from megatron_lightning.layers.staged import Carried, StagedNetwork
 from megatron_lightning.layers.torch_backend import TorchBackend
 
@@ -63,10 +64,12 @@ class GPTDecoder(nn.Module):
 class GPTNetwork(StagedNetwork):
     """Tokens -> logits, or with labels -> the loss of each token.
 
-    Call: `network(tokens, position_ids=None, labels=None)`, all (B, S) int64, positions in [0,
-    max_position_embeddings), labels already shifted, negative ones ignored. Returns logits (S, B,
-    V) of the true vocabulary, or with labels the losses (B, S) in float32, unmasked and not
-    averaged.
+    Call: `network(tokens, position_ids=None, labels=None, cu_seqlens=None)`; the first three (B,
+    S) int64 (positions also (1, S)), positions in [0, max_position_embeddings), labels already
+    shifted, negative ones ignored. `cu_seqlens` (B, documents + 1): where packed documents begin
+    and the last one ends; attention stays within them, and positions count from their beginnings
+    when not given. Returns logits (S, B, V) of the true vocabulary, or with labels the losses
+    (B, S) in float32, unmasked and not averaged.
     """
 
     layers_path: ClassVar[str] = "decoder.layers"
@@ -89,11 +92,18 @@ class GPTNetwork(StagedNetwork):
         self.loss = CrossEntropy(config.vocab_size, label_smoothing=config.label_smoothing)
         rotates = config.position_embedding == "rope"
         self.rotary = RotaryEmbedding(config.rotary_dim, config.rotary) if rotates else None
+        self.packed = PackedSequences()
 
     def begin(
-        self, tokens: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Embed: (B, S) -> (S, B, H)."""
+        if position_ids is None:
+            position_ids = self.packed.positions(cu_seqlens)
         return self.embedding(tokens, position_ids)
 
     def apply_layer(
@@ -104,12 +114,17 @@ class GPTNetwork(StagedNetwork):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """One transformer layer: (S, B, H) -> (S, B, H)."""
+        sequence = self.packed(cu_seqlens)
         if self.rotary is None:
-            return layer(carried)
+            return layer(carried, None, sequence)
+        if position_ids is None:
+            position_ids = self.packed.positions(cu_seqlens)
         # From the tokens' shape, since the hidden state may hold only a part of the sequence.
-        return layer(carried, self.rotary(tokens.shape[1], position_ids, tokens.device))
+        tables = self.rotary(tokens.shape[1], position_ids, tokens.device)
+        return layer(carried, tables, sequence)
 
     def finish(
         self,
@@ -117,6 +132,7 @@ class GPTNetwork(StagedNetwork):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Norm, head, and loss if there are labels: (S, B, H) -> (B, S) losses, or (S, B, V)
         logits.

@@ -93,7 +93,13 @@ SINGLE_AXIS_NAMES = (
     "dp_replica",
     "edp_shard",
     "edp_replica",
+    "cp_inner",
+    "cp_outer",
 )
+
+_ATTENTION_AXES = ("cp", "cp_inner", "cp_outer")
+"""Axes of collectives inside the layers. They share no group with others of equal ranks: gradients
+may be reduced at any time of a backward pass, and one group's collectives need one order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ class ParallelMesh:
     (the ranks that hold one copy of the model), pp_dp_cp (losses and logged numbers) and world;
     and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere). dp_cp =
     dp_replica x dp_shard, and edp likewise: ranks over which one copy of sharded optimizer state
-    (or of parameters) is spread, and ranks that hold equal parts of it.
+    (or of parameters) is spread, and ranks that hold equal parts of it. cp = cp_outer x cp_inner.
     """
 
     device: torch.device
@@ -177,6 +183,7 @@ class ParallelMesh:
         expert: int = 1,
         expert_tensor: int = 1,
         data_replicas: int = 1,
+        context_inner: int = 1,
         order: Sequence[str] = DENSE_ORDER,
         expert_order: Sequence[str] = EXPERT_ORDER,
         timeout: Any = None,
@@ -202,8 +209,13 @@ class ParallelMesh:
         lists = _axis_rank_lists(sizes, order, expert_order) | _shard_rank_lists(
             sizes, order, expert_order, data_replicas
         )
+        lists |= _context_rank_lists(sizes, order, context_inner)
+        attention: dict[tuple[int, ...], Any] = {}
         axes = {
-            name: _make_axis(name, groups, rank, made, timeout) for name, groups in lists.items()
+            name: _make_axis(
+                name, groups, rank, attention if name in _ATTENTION_AXES else made, timeout
+            )
+            for name, groups in lists.items()
         }
         control = (
             dist.group.WORLD
@@ -281,6 +293,17 @@ def _shard_rank_lists(
         lists[f"{name}_shard"] = [r[i : i + shards] for r in axes for i in range(0, size, shards)]
         lists[f"{name}_replica"] = [r[i::shards] for r in axes for i in range(shards)]
     return lists
+
+
+def _context_rank_lists(
+    sizes: Mapping[str, int], order: Sequence[str], inner: int
+) -> dict[str, list[tuple[int, ...]]]:
+    """The context axis as a ring of groups of `inner` neighbours."""
+    if sizes["cp"] % inner:
+        raise ValueError(f"context_inner={inner} does not divide {sizes['cp']} context ranks")
+    factors = {**sizes, "cp_outer": sizes["cp"] // inner, "cp_inner": inner}
+    names = [n for axis in order for n in (("cp_outer", "cp_inner") if axis == "cp" else (axis,))]
+    return {name: rank_lists(factors, names, [name]) for name in ("cp_inner", "cp_outer")}
 
 
 def _make_axis(

@@ -10,11 +10,14 @@ import copy
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_lightning.runtime.context_batch import ContextPart
 
 BATCH_DIMS: Mapping[str, int] = {
     "tokens": 0,
@@ -24,6 +27,7 @@ BATCH_DIMS: Mapping[str, int] = {
     "input_ids": 0,
     "attention_mask": 0,
     "token_type_ids": 0,
+    "cu_seqlens": 0,
 }
 """Batch dim of the fields that this package's data sets and Hugging Face collators produce."""
 
@@ -45,6 +49,8 @@ class MicroBatch:
     num_samples: int
     share: float
     """Part of the batch's samples that it holds; the shares of a batch add up to 1."""
+    context: ContextPart | None = None
+    """What of its sequence this rank holds under context parallelism; None: all of it."""
 
     def signature(self) -> tuple[Hashable, ...]:
         """Shapes and dtypes of all tensors: equal on all pipeline ranks, since they read the same

@@ -5,16 +5,19 @@ During a schedule `LightningModule.log` is shadowed on the instance, so that cal
 place of reaching Lightning (whose on_step value would be the last micro-batch's, and which later
 stages' metrics would never reach). Afterwards every rank logs the same number: the mean over
 micro-batches and data-parallel ranks, weighted by tokens when the step reports `num_tokens`, else
-by samples (`reduce_fx` sum, max and min are honoured). Over an accumulation window the on_step
-value is the window's mean so far, hence the whole window's at the optimizer step.
+by samples (`reduce_fx` sum, max and min are honoured). A name that is logged several times in a
+micro-batch counts each time. Over an accumulation window the on_step value is the window's mean so
+far, hence the whole window's at the optimizer step.
 """
 
 from __future__ import annotations
 
+import inspect
+import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +26,20 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 REDUCTIONS = ("mean", "sum", "max", "min")
+_REDUCTION_NAMES: Mapping[Any, str] = {
+    **{name: name for name in REDUCTIONS},
+    "avg": "mean",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+    sum: "sum",
+    max: "max",
+    min: "min",
+}
+"""What Lightning takes for `reduce_fx`."""
+_OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""Options of `log`, in the order in which they may be given by position."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +56,6 @@ class LogKey:
         return dict(self.options)
 
 
-@dataclass
-class _MicroBatchLogs:
-    values: dict[LogKey, tuple[Tensor, Any]] = field(default_factory=dict)
-
-
 class LogRecorder:
     """Records the `log` calls of one schedule run on this rank."""
 
@@ -51,7 +63,7 @@ class LogRecorder:
         self._module = module
         self._device = device
         self._pipelined = pipelined
-        self._current = _MicroBatchLogs()
+        self._current: list[tuple[LogKey, Tensor, Any]] = []
         self.totals: dict[LogKey, tuple[Tensor, Tensor]] = {}
         """Per key: weighted sum of values (or extreme value) and sum of weights, float64 scalars
         on the device."""
@@ -68,8 +80,7 @@ class LogRecorder:
 
     def _recorder(self, original: Callable[..., None]) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if args:
-                raise TypeError("self.log(name, value, ...): give the options by keyword")
+            kwargs = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
             if isinstance(value, (Metric, MetricCollection)):
                 if self._pipelined:
                     raise ValueError(
@@ -79,7 +90,7 @@ class LogRecorder:
                         "value.compute() or a number"
                     )
                 original(name, value, **kwargs)
-            elif kwargs.get("rank_zero_only", False):
+            elif kwargs.get("rank_zero_only", False) and not self._pipelined:
                 original(name, value, **kwargs)
             else:
                 self._record(name, value, kwargs)
@@ -87,19 +98,33 @@ class LogRecorder:
         return log
 
     def _record(self, name: str, value: Any, kwargs: Mapping[str, Any]) -> None:
-        reduction = kwargs.get("reduce_fx", "mean")
-        if reduction not in REDUCTIONS:
+        if not isinstance(value, (Tensor, numbers.Number)):
             raise ValueError(
-                f"self.log({name!r}, reduce_fx={reduction!r}): choose one of {REDUCTIONS}, since "
+                f"self.log({name!r}, <{type(value).__name__}>): log a single number or a tensor"
+                " with one element"
+            )
+        reduce_fx = kwargs.get("reduce_fx", "mean")
+        reduction = _REDUCTION_NAMES.get(
+            reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+        )
+        if reduction is None:
+            raise ValueError(
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {REDUCTIONS}, since "
                 f"the value is also"
                 " reduced over micro-batches and ranks"
+            )
+        if kwargs.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"self.log({name!r}, sync_dist_group=...): what a step logs is always reduced over "
+                f"all data-parallel ranks; leave the group out, or reduce the value yourself and "
+                f"log it in a hook"
             )
         weight = kwargs.get("batch_size")
         options = {
             k: v
             for k, v in kwargs.items()
             if k not in ("batch_size", "sync_dist", "sync_dist_group")
-        }
+        } | ({"reduce_fx": reduction} if "reduce_fx" in kwargs else {})
         key = LogKey(name, reduction, tuple(sorted(options.items(), key=lambda item: item[0])))
         scalar = torch.as_tensor(value, device=self._device).detach().to(torch.float64)
         if scalar.numel() != 1:
@@ -107,18 +132,26 @@ class LogRecorder:
                 f"self.log({name!r}, ...): the value has {scalar.numel()} elements; log a single "
                 f"number"
             )
-        self._current.values[key] = (scalar.reshape(()), weight)
+        self._current.append((key, scalar.reshape(()), weight))
 
-    def end_micro_batch(self, weight: Tensor | float) -> None:
-        """Add what the current micro-batch logged, with its weight (tokens or samples)."""
-        for key, (value, own_weight) in self._current.values.items():
+    def begin_micro_batch(self) -> None:
+        """Forget what was logged on the way through a chunk that isn't the last."""
+        self._current.clear()
+
+    def end_micro_batch(self, weight: Tensor | float, share: Tensor | float = 1.0) -> None:
+        """Add what the current micro-batch logged, with its weight (tokens or samples).
+
+        `share`: the part of the micro-batch that is here, for weights that count all of it: a
+        `batch_size` given to `self.log`.
+        """
+        for key, value, own_weight in self._current:
             w = torch.as_tensor(
-                weight if own_weight is None else own_weight,
+                weight if own_weight is None else own_weight * share,
                 device=self._device,
                 dtype=torch.float64,
             )
             self.totals[key] = merge_total(key, self.totals.get(key), weighted_total(key, value, w))
-        self._current = _MicroBatchLogs()
+        self._current.clear()
 
 
 def weighted_total(key: LogKey, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,10 +174,10 @@ def merge_total(
 
 
 def value_of(key: LogKey, total: tuple[Tensor, Tensor]) -> Tensor:
-    """The number to log, float32."""
+    """The number to log, float32; 0 for a mean over nothing, as for the loss."""
     value, weight = total
     if key.reduction == "mean":
-        value = value / weight
+        value = value / torch.where(weight > 0, weight, torch.ones_like(weight))
     return value.to(torch.float32)
 
 
@@ -171,20 +204,20 @@ def log_published(
         value = value_of(key, total)
         running = value if window is None else value_of(key, window[key])
         common = {**options, "sync_dist": False, "batch_size": total[1]}
-        if on_step and on_epoch and window is not None and window[key] is not total:
-            _log_forked(module, key, running, value, common)
-        else:
+        if not (on_step and on_epoch):
             module.log(key.name, running if on_step else value, **common)
+            continue
+        module.log(key.name, value, **common)
+        if running is not value:
+            _set_step_value(module, key.name, running)
 
 
-def _log_forked(
-    module: LightningModule, key: LogKey, running: Tensor, value: Tensor, common: dict[str, Any]
-) -> None:
-    """A key logged per step and per epoch within an accumulation window: the two want different
-    numbers.
+def _set_step_value(module: LightningModule, name: str, value: Tensor) -> None:
+    """Give a key that is logged per step and per epoch its own number for the step.
+
+    Lightning keeps one entry for both: the epoch's mean collects every batch, and the number of the
+    step is what the entry got last, here the mean over the accumulation window so far.
     """
-    rest = {k: v for k, v in common.items() if k not in ("on_step", "on_epoch")}
-    quiet = {**rest, "prog_bar": False, "logger": False}
-    module.log(f"{key.name}_step", running, on_step=True, on_epoch=False, **rest)
-    module.log(f"{key.name}_epoch", value, on_step=False, on_epoch=True, **rest)
-    module.log(key.name, value, on_step=False, on_epoch=True, **quiet)
+    trainer: Any = module.trainer
+    if not trainer.barebones:  # there nothing is logged at all
+        trainer._results[f"{module._current_fx_name}.{name}"]._forward_cache = value.clone()

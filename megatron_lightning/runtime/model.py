@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
@@ -44,10 +44,10 @@ class ParallelModel:
     tied_within_rank: bool = False
     """True when they are on one rank, which holds such parameters once."""
     streams: Streams | None
+    networks: tuple[nn.Module, ...] = field(default=(), init=False)
+    """The cut network: one for each chunk of this rank. Empty without a plan."""
     buckets: GradientBuckets | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
-
-    def begin_forward(
     weight_gradients: WeightGradients | None = field(default=None, init=False)
     """Weight gradients that wait, when the schedule splits backwards."""
 
@@ -55,11 +55,24 @@ class ParallelModel:
     def num_chunks(self) -> int:
         """Chunks (virtual stages) of this rank."""
         return self.placement.num_chunks
-        self, batch_index: int, micro_batch: int, first_sample: int, chunk: int
+
+    def begin_forward(
+        self,
+        batch_index: int,
+        micro_batch: int,
+        first_sample: int,
+        chunk: int,
+        sequence_positions: Tensor | None = None,
     ) -> None:
         """Set dropout streams to the position of this forward."""
         if self.streams is not None:
-            self.streams.begin(batch_index, micro_batch, first_sample, chunk)
+            self.streams.begin(
+                batch_index,
+                micro_batch,
+                first_sample,
+                chunk,
+                sequence_positions=sequence_positions,
+            )
 
     def run_chunk(
         self, chunk: int, carried: Carried | None, step: Callable[[], Any]
@@ -89,25 +102,12 @@ class ParallelModel:
             self.table,
             mesh,
             sequence_parallel=config.sequence_parallel,
+            sharded=config.data_parallel.sharding == "optimizer",
             tied=self.tied,
             bucket_size=config.data_parallel.bucket_size,
             overlap=config.data_parallel.overlap_grad_reduce,
             dtype=dtype,
         )
-
-    def release_buckets(self) -> None:
-        """Remove the buckets with their hooks, so that autograd works on the parameters as usual
-        again.
-        """
-        if self.buckets is not None:
-            self.buckets.release()
-            self.buckets = None
-
-    def average_gradients(self, mesh: ParallelMesh) -> None:
-        """Average what is in `p.grad` over the data axis (manual optimization: as DDP, after each
-        backward).
-        """
-        if mesh.dp_cp.size == 1:
         if self.weight_gradients is not None:
             self.weight_gradients.target = self.buckets
 
@@ -134,6 +134,22 @@ class ParallelModel:
                         buckets.arm(chunk, coming)
 
         return arm
+
+    def release_buckets(self) -> None:
+        """Remove the buckets with their hooks, so that autograd works on the parameters as usual
+        again.
+        """
+        if self.buckets is not None:
+            self.buckets.release()
+            self.buckets = None
+        if self.weight_gradients is not None:
+            self.weight_gradients.target = None
+
+    def average_gradients(self, mesh: ParallelMesh) -> None:
+        """Average what is in `p.grad` over the data axis (manual optimization: as DDP, after each
+        backward).
+        """
+        if mesh.dp_cp.size == 1:
             return
         for name in sorted(self.parameters):
             parameter = self.parameters[name]
@@ -142,8 +158,6 @@ class ParallelModel:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=mesh.dp_cp.group)
-        if self.weight_gradients is not None:
-            self.weight_gradients.target = None
             parameter.grad /= mesh.dp_cp.size
 
 

@@ -2,7 +2,7 @@
 parallelism is seen.
 
 build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan
-(tensor, sequence)
+(tensor, sequence) -> swap attention cores (context)
 -> dropout streams -> materialise or cut the user's values -> recompute -> gradient buckets (data)
 """
 
@@ -21,17 +21,23 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, canonical_name, replicated
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.parallel.actions import Placement
+from megatron_lightning.parallel.context import apply_context_parallel
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
 from megatron_lightning.parallel.recompute import compile_inside
-from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
+from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
-from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
+from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.recompute import apply_recompute
-from megatron_lightning.runtime.stages import PipelinedNetwork, cut_network, layer_names
+from megatron_lightning.runtime.stages import (
+    PipelinedNetwork,
+    cut_network,
+    cut_problems,
+    layer_names,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +86,7 @@ def parallelize(
             sequence_parallel=config.sequence_parallel,
             prefix=f"{target.attribute}.",
         )
+        apply_context_parallel(chunk, mesh, config.context)
         streams = apply_random(
             chunk,
             mesh,
@@ -108,6 +115,7 @@ def parallelize(
     schedule = config.pipeline.schedule
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
+    model.networks = tuple(chunks)
     if schedule in SPLIT_SCHEDULES:
         model.weight_gradients = WeightGradients()
         names = {id(parameter): name for name, parameter in model.parameters.items()}
@@ -160,19 +168,19 @@ def _finish(
     tied: Mapping[str, str],
     streams: Streams | None,
     mesh: ParallelMesh,
+    placement: Placement,
 ) -> ParallelModel:
     parameters: dict[str, nn.Parameter] = {}
     chunk_of: dict[str, int] = {}
-    placement: Placement,
     for name, parameter in module.named_parameters():
         canonical = canonical_name(name)
         canonical = tied.get(canonical, canonical)
         parameters.setdefault(canonical, parameter)
         chunk_of.setdefault(canonical, _chunk_number(name))
+    edges_apart = placement.last_rank != placement.owner(0)[0]
     return ParallelModel(
         plan=plan,
         pipelined=pipelined,
-    edges_apart = placement.last_rank != placement.owner(0)[0]
         placement=placement,
         holds_last=placement.last_rank == mesh.pp.rank,
         table=table,
@@ -194,17 +202,22 @@ def whole(name: str, parameter: nn.Parameter) -> ParameterInfo:
 
 def stage_layout(network: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> StageLayout:
     """Which layers each pipeline rank and chunk holds; ValueError where they can't be dealt out."""
-    return build_layout(
+    has_ends = plan.layers is not None  # an nn.Sequential has neither embedding nor head
+    layout = build_layout(
         len(layer_names(network, plan)),
         config.pipeline_parallel_size,
         config.pipeline.virtual_pipeline_size,
         config.pipeline.layout,
-        embedding_cost=config.pipeline.embedding_cost,
-        head_cost=config.pipeline.head_cost,
-    )
-
-
+        embedding_cost=config.pipeline.embedding_cost if has_ends else 0.0,
+        head_cost=config.pipeline.head_cost if has_ends else 0.0,
         v_shaped=config.pipeline.schedule == "zb-v",
+    )
+    problems = cut_problems(network, plan, layout)
+    if problems:
+        raise ValueError(" ".join(problems))
+    return layout
+
+
 def _cut_stages(
     module: LightningModule,
     network: nn.Module,
@@ -228,7 +241,10 @@ def share_first_rank_values(module: nn.Module, mesh: ParallelMesh) -> None:
     if mesh.world_size == 1:
         return
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.data, src=0)
+        values = tensor.detach().contiguous()  # channels-last weights are not
+        dist.broadcast(values, src=0)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(values)
 
 
 def _check_nothing_outside(

@@ -178,7 +178,11 @@ class _Stage(StageRunner):
         self._recorder.begin_micro_batch()
         if self._position is not None:
             self._runner.model.begin_forward(
-                self._position.batch_index, micro_batch, self._first_sample(micro_batch), chunk
+                self._position.batch_index,
+                micro_batch,
+                self._first_sample(micro_batch),
+                chunk,
+                None if batch.context is None else batch.context.positions,
             )
 
         def step() -> Any:
@@ -204,23 +208,42 @@ class _Stage(StageRunner):
             if self._position is not None
             else (None, _tokens_of(result))
         )
-        self._recorder.end_micro_batch(batch.num_samples if tokens is None else tokens)
+        here: Tensor | float = 1.0
+        if batch.context is not None:
+            here = batch.context.share
+            result = batch.context.whole(result) if self._hook == "predict_step" else result
+        self._recorder.end_micro_batch(batch.num_samples * here if tokens is None else tokens, here)
         self.outputs.append(result)
         if loss is None:
             return None
         if not loss.requires_grad:
             warn_once(_NO_GRADIENT)
         weight = torch.as_tensor(
-            batch.share if tokens is None else tokens, dtype=torch.float64, device=loss.device
+            batch.share * here if tokens is None else tokens,
+            dtype=torch.float64,
+            device=loss.device,
         )
+        # A mean over no token is not a number for many losses, and its weight is 0.
+        raw = loss.detach()
+        loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
         self._loss_sum += (
             torch.where(weight > 0, loss.detach().to(torch.float64), self._loss_sum.new_zeros(()))
             * weight
         )
         self._weight += weight
-        if not weight.is_cuda and float(weight) == 0:
-            return None  # 0/0 has a gradient that isn't a number; on a GPU asking would stall it
+        if self._has_no_gradient(batch, raw, weight):
+            return None
         return loss * weight.to(loss.dtype)
+
+
+    def _has_no_gradient(self, batch: MicroBatch, loss: Tensor, weight: Tensor) -> bool:
+        """Whether the loss is a 0/0 whose gradient isn't a number either, and may be left out.
+
+        It is not asked on a GPU, which would have to stop, nor where peers would wait for this
+        backward pass: there the module has to take care (`layers.masked_mean` does).
+        """
+        alone = batch.context is None and self._runner.mesh.axis("ep").size == 1
+        return alone and not loss.is_cuda and float(weight) == 0 and not bool(loss.isfinite())
 
 
 _NO_GRADIENT = (

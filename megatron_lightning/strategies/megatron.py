@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -28,18 +29,21 @@ from megatron_lightning.config.parallel import (
 )
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
-from megatron_lightning.optim.clip import global_grad_norm
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
 from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
+from megatron_lightning.runtime.context_batch import SEQUENCE_DIMS, ContextSlicer
 from megatron_lightning.runtime.metrics import log_published, silence_advice_to_reduce
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.parallelize import Target, parallelize
 from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
+from megatron_lightning.runtime.update import ParameterUpdate
 from megatron_lightning.runtime.window import AccumulationWindow
-from megatron_lightning.strategies import _compat, checkpoint_io, startup
+from megatron_lightning.strategies import _compat, checkpoint_io, loaders, startup
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
+from megatron_lightning.strategies.readers import may_defer_gather
+from megatron_lightning.strategies.user_metrics import confine_metrics
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
@@ -51,8 +55,9 @@ class MegatronStrategy(MeshStrategy):
 
     Parameters
     ----------
-    tensor_parallel_size, pipeline_parallel_size
-        Degrees; the data-parallel size is what is left: devices x num_nodes / (tensor x pipeline).
+    tensor_parallel_size, pipeline_parallel_size, context_parallel_size
+        Degrees; the data-parallel size is what is left: devices x num_nodes / (tensor x pipeline x
+        context).
     sequence_parallel
         Split activations between tensor-parallel regions along the sequence.
     micro_batch_size
@@ -64,7 +69,9 @@ class MegatronStrategy(MeshStrategy):
         Batch dim of fields of a mapping that this package doesn't know, e.g. `{"pixels": 0}`.
     recompute
         What of a forward pass is computed again for its backward, or waits on the CPU.
-    pipeline, data_parallel, runtime
+    sequence_dims
+        Sequence dim of such fields under context parallelism, None for a field without one.
+    pipeline, context, data_parallel, runtime
         Everything else, see the config classes.
 
     Raises
@@ -81,6 +88,7 @@ class MegatronStrategy(MeshStrategy):
         self,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         *,
         sequence_parallel: bool = False,
         micro_batch_size: int | None = None,
@@ -90,24 +98,28 @@ class MegatronStrategy(MeshStrategy):
         data_parallel: DataParallelConfig | None = None,
         runtime: RuntimeConfig | None = None,
         recompute: RecomputeConfig | None = None,
+        context: ContextConfig | None = None,
+        sequence_dims: Mapping[str, int | None] | None = None,
     ) -> None:
-        self._grad_norm: Tensor | None = None
         config = ParallelConfig(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            context_parallel_size=context_parallel_size,
             sequence_parallel=sequence_parallel,
             micro_batch_size=micro_batch_size,
             pipeline=pipeline or PipelineConfig(),
             data_parallel=data_parallel or DataParallelConfig(),
             runtime=runtime or RuntimeConfig(),
             recompute=recompute or RecomputeConfig(),
+            context=context or ContextConfig(),
         )
         super().__init__(config, plan)
         self._batch_dims = {**BATCH_DIMS, **(batch_dims or {})}
+        self._sequence_dims = {**SEQUENCE_DIMS, **(sequence_dims or {})}
         self._parallel: ParallelModel | None = None
         self._cut_module: LightningModule | None = None
         self._runner: StepRunner | None = None
-        self._masters: MasterParameters | None = None
+        self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
         self._reduce_now = True
 
@@ -125,8 +137,13 @@ class MegatronStrategy(MeshStrategy):
 
     @property
     def masters(self) -> MasterParameters | None:
-        """Masters of low-precision weights while fitting, else None."""
-        return self._masters
+        """Masters of whole low-precision weights while fitting, else None."""
+        return None if self._update is None else self._update.masters
+
+    @property
+    def update(self) -> ParameterUpdate | None:
+        """What the optimizers update, and how gradients get there; None unless fitting."""
+        return self._update
 
     @property
     @override
@@ -151,16 +168,28 @@ class MegatronStrategy(MeshStrategy):
         target = startup.find_target(module, self._plan)
         plugin = self._megatron_precision()
         plugin.has_plan = target is not None
+        if self._update is not None and (fitting or self._cut_module is not module):
+            self._update.release()
+            self._update = None
         self.precision_plugin.convert_module(module)  # in place
         self._cut(module, target, buckets=fitting and bool(module.automatic_optimization))
         self.model = module
+        confine_metrics(module, self.mesh)
         load_pending(self)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
-            self._make_masters()
+            self._update = ParameterUpdate(
+                self.parallel_model,
+                self.mesh,
+                self.config,
+                self._megatron_precision().policy,
+                self.optimizers,
+                seed=self.seed,
+                defer=may_defer_gather(self.config, trainer),
+            )
 
     def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
         startup.claim(module, self)
@@ -180,14 +209,6 @@ class MegatronStrategy(MeshStrategy):
         )
         self._runner = StepRunner(module, self._parallel, self.mesh, self.config.pipeline.schedule)
         self._window = AccumulationWindow(self.mesh.device)
-
-    def _make_masters(self) -> None:
-        self._masters = None
-        policy = self._megatron_precision().policy
-        if self.parallel_model.plan is not None and policy.has_masters:
-            self._masters = MasterParameters(
-                self.optimizers, self.parallel_model.parameters, dtype=policy.main_params_dtype
-            )
 
     @property
     def seed(self) -> int:
@@ -219,11 +240,11 @@ class MegatronStrategy(MeshStrategy):
         assert self._window is not None
         if not module.automatic_optimization:
             return self._manual_training_step(batch, *args, **kwargs)
+        assert self._update is not None
         if not self._window.is_open:
             self._window.open()
-            self._buckets.rebuild() if self._buckets.is_stale else self._buckets.reset()
-        self._buckets.withdraw()
-        self._grad_norm = None
+            self._update.open()
+        self._update.begin_run()
         result = self._run(
             "training_step", batch, args, self.precision_plugin.train_step_context, training=True
         )
@@ -252,23 +273,12 @@ class MegatronStrategy(MeshStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._reduce_now:
             startup.check_zeroed(self.parallel_model.parameters)
-            self._finish_window()
+            assert self._update is not None
+            if not self._update.reduce(self._window.weight):
+                startup.warn_no_tokens()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _finish_window(self) -> None:
-        """Reduce the window's gradients and put them where the optimizer and hooks look."""
-        assert self._window is not None
-        self._buckets.finish(self._window.weight)
-        if float(self._window.weight) == 0:
-            startup.warn_no_tokens()
-            self._buckets.withdraw()
-        else:
-            in_parameter_dtype = not self._megatron_precision().policy.has_masters
-            self._buckets.publish(in_parameter_dtype=in_parameter_dtype)
-        if self._masters is not None:
-            self._masters.attach_gradients()
 
     @override
     def optimizer_step(
@@ -279,9 +289,9 @@ class MegatronStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._masters is not None:
-            self._masters.copy_to_model()
-            self._masters.detach_gradients()
+        if self._update is not None:
+            assert self.lightning_module is not None
+            self._update.finish_step(self.lightning_module.trainer.global_step)
         if self._window is not None:
             self._window.close()
         return output
@@ -299,20 +309,8 @@ class MegatronStrategy(MeshStrategy):
         """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks
         must call it.
         """
-        if self._grad_norm is None:
-            grads = {
-                name: p.grad
-                for name, p in self.parallel_model.parameters.items()
-                if p.grad is not None
-            }
-            self._grad_norm = global_grad_norm(grads, self.parallel_model.table, self.mesh)
-        return self._grad_norm
-
-    @property
-    def _buckets(self) -> Any:
-        buckets = self.parallel_model.buckets
-        assert buckets is not None
-        return buckets
+        assert self._update is not None, "there are gradients only while fitting"
+        return self._update.grad_norm()
 
     # ------------------------------------------------------------------ manual optimization
 
@@ -339,8 +337,15 @@ class MegatronStrategy(MeshStrategy):
             old = before[name]
             if old is not None:
                 parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        self._grad_norm = None
+        if self._update is not None:
+            self._update.take_gradients()
         return result
+
+    # ------------------------------------------------------------------ data
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return loaders.share_samples(self, dataloader)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -384,6 +389,8 @@ class MegatronStrategy(MeshStrategy):
     ) -> StepResult:
         assert self._runner is not None
         assert self.lightning_module is not None
+        if self._update is not None and not training:
+            self._update.wait()
         micro_batches = self._split(batch)
         position = None
         if training:
@@ -405,12 +412,19 @@ class MegatronStrategy(MeshStrategy):
         custom = getattr(self.lightning_module, "split_micro_batch", None)
         if custom is not None:
             batch = MicroBatches(custom(batch, size))
-        return split_batch(
+        whole = split_batch(
             batch,
             micro_batch_size=size,
             pipeline_size=self.mesh.pp.size,
             batch_dims=self._batch_dims,
         )
+        cut = ContextSlicer(
+            self.mesh,
+            batch_dims=self._batch_dims,
+            sequence_dims=self._sequence_dims,
+            sequence_parallel=self.config.sequence_parallel,
+        )
+        return [cut(micro_batch) for micro_batch in whole]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -454,6 +468,8 @@ class MegatronStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         self.end_run()
+        if self._update is not None:
+            self._update.close(wait=not (self.fails_alone or self.failed_after_another))
         if self._parallel is not None:
             self._parallel.release_buckets()
         assert self.cluster_environment is not None

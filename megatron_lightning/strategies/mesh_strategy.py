@@ -29,9 +29,6 @@ class MeshStrategy(ParallelStrategy):
     its steps.
     """
 
-    is_distributed = True
-    """Read by Lightning's connector on strategies that it doesn't know."""
-
     def __init__(self, config: ParallelConfig, plan: ParallelPlan | None) -> None:
         super().__init__()
         raise_if_any(check_layout(config))
@@ -71,6 +68,13 @@ class MeshStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether samples are dealt to several data-parallel ranks. Lightning's connector asks: it
+        then puts a DistributedSampler into every plain DataLoader.
+        """
+        return self.num_processes * self.num_nodes > self.config.model_parallel_size
+
+    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh.dp.size, "rank": self.mesh.dp.rank}
@@ -107,6 +111,9 @@ class MeshStrategy(ParallelStrategy):
                 device=self.root_device,
                 tensor=self.config.tensor_parallel_size,
                 pipeline=self.config.pipeline_parallel_size,
+                data_replicas=self.config.data_parallel.replicas,
+                context=self.config.context_parallel_size,
+                context_inner=self.config.context.inner_of(self.config.context_parallel_size),
                 order=tuple(self.config.runtime.axis_order),
                 timeout=timeout,
             )
@@ -189,6 +196,13 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor) and dist.is_initialized() and not self.fails_alone:
-            return _compat.reduce_tensor(tensor, group, reduce_op)
-        return tensor
+        """As Lightning's; an operation given by its name is over the data-parallel ranks, since
+        the ranks of one model copy hold the same number.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.fails_alone:
+            return tensor
+        if group is None and isinstance(reduce_op, str):
+            group = self.mesh.dp.group
+            if group is None:
+                return tensor
+        return _compat.reduce_tensor(tensor, group, reduce_op)

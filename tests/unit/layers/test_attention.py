@@ -170,7 +170,7 @@ def test_the_core_can_be_replaced():
     attention, hidden = filled(SelfAttention(config(), 0, TorchBackend())), torch.randn(5, 2, 48)
 
     class First(torch.nn.Module):
-        def forward(self, query, key, value):
+        def forward(self, query, key, value, sequence):
             return query.flatten(2)
 
     attention.core_attention = First()

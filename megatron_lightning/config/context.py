@@ -1,0 +1,65 @@
+"""How attention reaches the tokens of other context ranks. See `parallel/context.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+ContextForm = Literal["ring", "all_gather", "all_to_all", "hierarchical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """The form of context-parallel attention."""
+
+    form: ContextForm = "ring"
+    """ring (keys and values travel hop by hop), all_gather (all of them at once), all_to_all (heads
+    are exchanged for tokens) or hierarchical (all_to_all between neighbours, ring between
+    groups).
+    """
+    layer_forms: Sequence[ContextForm] = ()
+    """Form of each layer, repeated over the layers, e.g. ("all_gather", "ring") beside a window
+    pattern "SF"; empty: `form` for all."""
+    inner_size: int = 2
+    """hierarchical: ranks of one group of neighbours, between which heads are exchanged; it divides
+    context_parallel_size."""
+
+    def form_of(self, layer: int | None) -> ContextForm:
+        """Form of layer number `layer` (from 0); None: of a core outside of numbered layers."""
+        if layer is None or not self.layer_forms:
+            return self.form
+        return self.layer_forms[layer % len(self.layer_forms)]
+
+    @property
+    def forms(self) -> set[ContextForm]:
+        """All forms that are used."""
+        return set(self.layer_forms) or {self.form}
+
+    def check(self, context_parallel_size: int) -> list[str]:
+        """Every violated rule, as a sentence with field, value and remedy."""
+        known = get_args(ContextForm)
+        problems = [
+            f"context.form={form!r}: choose one of {known}"
+            for form in dict.fromkeys((self.form, *self.layer_forms))
+            if form not in known
+        ]
+        size, inner = context_parallel_size, self.inner_size
+        if size > 1 and "hierarchical" in self.forms:
+            fits = [n for n in range(2, size) if size % n == 0]
+            if not fits:
+                problems.append(
+                    f"context.form='hierarchical' with context_parallel_size={size}: there are no"
+                    " two factors above 1; use ring, all_gather or all_to_all"
+                )
+            elif inner not in fits:
+                problems.append(
+                    f"context.inner_size={inner}: with context_parallel_size={size} use one of"
+                    f" {fits}"
+                )
+        return problems
+
+    def inner_of(self, context_parallel_size: int) -> int:
+        """Size of the inner axis of the mesh; 1 where nothing is hierarchical."""
+        used = context_parallel_size > 1 and "hierarchical" in self.forms
+        return self.inner_size if used else 1

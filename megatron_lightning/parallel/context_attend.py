@@ -1,0 +1,190 @@
+"""Loops over `Call`s: merging partial attentions forward, and adding up gradients backward.
+
+All tensors are flattened tokens, (T, heads, D). Sums are float32 whatever the dtype of the tensors.
+`attend` is the whole of it for keys that are all here: packed documents on one rank, and the core
+of the gathered form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.parallel.context_kernels import BlockKernel, Gradients
+from megatron_lightning.parallel.context_plan import Call, Span, gathered_calls, joined, span_index
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    *,
+    kernel: BlockKernel,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+) -> Tensor:
+    """Attention within each document of `lengths`, all of them whole and here, with gradients.
+
+    (T, N, D), (T, G, D), (T, G, Dv) -> (T, N, Dv).
+    """
+    calls = gathered_calls(tuple(lengths), 1, 0, causal, window)
+    result: Tensor = _Attend.apply(query, key, value, calls, kernel, scale)
+    return result
+
+
+class Merged:
+    """Output and log-sum-exp over the keys seen so far, in float32 or wider."""
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        self._exact = torch.promote_types(query.dtype, torch.float32)
+        self._shape = (*query.shape[:2], value.shape[-1])
+        self._output: Tensor | None = None
+        self._log_sum: Tensor | None = None
+        self._device = query.device
+
+    def add(self, spans: tuple[Span, ...], output: Tensor, log_sum: Tensor) -> None:
+        """Merge what a kernel gave for the query rows of `spans`."""
+        if self._output is None or self._log_sum is None:
+            whole = joined(spans) == ((0, self._shape[0]),)
+            if whole:
+                self._output, self._log_sum = output.to(self._exact), log_sum.to(self._exact)
+                return
+            self._output = torch.zeros(self._shape, dtype=self._exact, device=self._device)
+            log_shape = (self._shape[1], self._shape[0])
+            self._log_sum = torch.full(
+                log_shape, -torch.inf, dtype=self._exact, device=self._device
+            )
+        rows = _rows(spans, self._device)
+        before, was = self._output[rows], self._log_sum[:, rows]
+        total = torch.logaddexp(was, log_sum.to(self._exact))
+        kept = (was - total).exp().t()[..., None]
+        new = (log_sum - total).exp().t()[..., None]
+        self._output[rows] = before * kept + output.to(self._exact) * new
+        self._log_sum[:, rows] = total
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(output in `dtype`, log-sum-exp)."""
+        assert self._output is not None
+        assert self._log_sum is not None
+        return self._output.to(dtype), self._log_sum
+
+
+def forward_calls(
+    merged: Merged,
+    calls: Sequence[Call],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: BlockKernel,
+    scale: float,
+) -> None:
+    """Run `calls` and merge what they give."""
+    for call in calls:
+        output, log_sum = kernel.forward(
+            take(query, call.queries),
+            take(key, call.keys),
+            take(value, call.keys),
+            queries=call.queries,
+            keys=call.keys,
+            scale=scale,
+            band=call.band,
+        )
+        merged.add(call.queries, output, log_sum)
+
+
+def backward_calls(
+    sums: Gradients,
+    calls: Sequence[Call],
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    *,
+    kernel: BlockKernel,
+    scale: float,
+) -> None:
+    """Run `calls` backward and add to the `sums` of query, key and value gradients."""
+    for call in calls:
+        rows = _rows(call.queries, query.device)
+        gradients = kernel.backward(
+            take(grad, call.queries),
+            take(query, call.queries),
+            take(key, call.keys),
+            take(value, call.keys),
+            take(output, call.queries),
+            log_sum[:, rows],
+            queries=call.queries,
+            keys=call.keys,
+            scale=scale,
+            band=call.band,
+        )
+        for into, spans, gradient in zip(
+            sums, (call.queries, call.keys, call.keys), gradients, strict=True
+        ):
+            into[_rows(spans, into.device)] += gradient  # no row twice in one call
+
+
+def zeros_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Sums to add gradients to, float32 or wider."""
+    return tuple(
+        torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for x in tensors
+    )
+
+
+def take(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
+    """Rows of the spans: a view when they are neighbours."""
+    rows = _rows(spans, x.device)
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _rows(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
+    merged = joined(spans)
+    return slice(*merged[0]) if len(merged) == 1 else span_index(merged, device)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: tuple[Call, ...],
+        kernel: BlockKernel,
+        scale: float,
+    ) -> Tensor:
+        merged = Merged(query, value)
+        forward_calls(merged, calls, query, key, value, kernel=kernel, scale=scale)
+        output, log_sum = merged.result(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum = ctx.saved_tensors
+        d_query, d_key, d_value = zeros_like(query, key, value)
+        backward_calls(
+            (d_query, d_key, d_value),
+            ctx.calls,
+            grad,
+            query,
+            key,
+            value,
+            output,
+            log_sum,
+            kernel=ctx.kernel,
+            scale=ctx.scale,
+        )
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 3

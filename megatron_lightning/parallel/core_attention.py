@@ -1,0 +1,73 @@
+"""The seam of context parallelism: what an attention core is.
+
+A core is the part of attention between projected queries, keys and values and the output
+projection. Context parallelism takes it out of a network and puts another one in its place, so
+cores derive from `CoreAttention` and say what they compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.parallel.sequence import SequenceInfo
+
+
+class AttentionDropout(Protocol):
+    """What a core's dropout module says of itself (`layers.Dropout` is one)."""
+
+    p: float
+    training: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Drop elements of attention probabilities."""
+        ...
+
+    def fused(self, device: torch.device) -> AbstractContextManager[float]:
+        """Enter for a kernel that drops inside, with the probability that is given."""
+        ...
+
+
+class CoreAttention(nn.Module, ABC):
+    """Causal attention: (S, B, N, D), (S, B, G, D), (S, B, G, Dv) -> (S, B, N * Dv).
+
+    Query head i reads group i * G // N. A core has no parameters.
+    """
+
+    written_out: ClassVar[bool] = False
+    """True when probabilities are made in the open, in float32, and not inside a fused kernel."""
+    dropout: AttentionDropout
+
+    def __init__(self, *, scale: float, window_size: int = 0, dropout: nn.Module) -> None:
+        """`scale` multiplies the scores; `window_size` in tokens, 0 for none; `dropout` of layout
+        HEADS.
+        """
+        super().__init__()
+        self.scale = scale
+        self.window_size = window_size
+        self.add_module("dropout", dropout)
+
+    @property
+    def drops(self) -> bool:
+        """True when attention probabilities are dropped now."""
+        return self.training and self.dropout.p > 0.0
+
+    @abstractmethod
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequence: SequenceInfo | None = None,
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, within documents if `sequence` says that rows are packed.
+
+        `rows` (1 or B, S'): which tokens of the whole sequence the queries (S', B, N, D) are, when
+        they are some of them; keys and values are always those of all tokens.
+        """

@@ -1,0 +1,269 @@
+"""From a whole micro-batch to the part of its sequence that a context rank holds.
+
+Every rank of a context axis reads the same batch. Labels are shifted and positions are made before
+the cut, so a token keeps both wherever it lands. Samples (or the documents packed into them) are
+cut into zig-zag parts, see `parallel/context_slices.py`; what doesn't divide is padded at its end,
+outside of the loss. Fields are cut along the dim that a table names, and an unknown field is an
+error: a guess would train on the wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megatron_lightning.parallel.collectives import all_gather
+from megatron_lightning.parallel.context_slices import local_index, padded_length
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.sequence import SequenceInfo
+from megatron_lightning.runtime.batch import MicroBatch
+
+SEQUENCE_DIMS: Mapping[str, int | None] = {
+    "tokens": 1,
+    "labels": 1,
+    "loss_mask": 1,
+    "position_ids": 1,
+    "input_ids": 1,
+    "token_type_ids": 1,
+    "cu_seqlens": None,
+}
+"""Sequence dim of the fields that this package knows; None: the field has none and stays whole."""
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPart:
+    """What this rank holds of a micro-batch."""
+
+    share: Tensor
+    """Its part of the micro-batch's tokens with a loss, a 0-dim float32 tensor; the shares of a
+    context axis add up to 1."""
+    positions: Tensor | None
+    """(S/cp,) which tokens of the whole sequence it holds; None where samples are packed
+    differently."""
+    restore: Tensor
+    """(1 or B, S) where each token of the whole sequence lies in the parts of all ranks, joined."""
+    axis: MeshAxis
+    local_length: int
+
+    def whole(self, output: Any) -> Any:
+        """Join every rank's part of a prediction along dim 1. ValueError for a tensor whose dim 1
+        isn't the sequence.
+        """
+        if isinstance(output, Mapping):
+            return {key: self.whole(value) for key, value in output.items()}
+        if isinstance(output, (list, tuple)):
+            return type(output)([self.whole(value) for value in output])
+        if not isinstance(output, Tensor):
+            return output
+        if output.dim() < 2 or output.shape[1] != self.local_length:
+            raise ValueError(
+                f"predict_step gave a tensor of shape {tuple(output.shape)}: with"
+                f" context_parallel_size={self.axis.size} each rank has a part of every sequence,"
+                f" here {self.local_length} tokens, and joins predictions along dim 1; return (B,"
+                " S, ...) tensors, or predict with context_parallel_size=1"
+            )
+        joined = all_gather(output.contiguous(), self.axis, 1)
+        if len(self.restore) == 1:
+            return joined.index_select(1, self.restore[0].to(joined.device))
+        rows = zip(joined, self.restore.to(joined.device), strict=True)
+        return torch.stack([row.index_select(0, index) for row, index in rows])
+
+
+class ContextSlicer:
+    """Cuts micro-batches for one rank."""
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        *,
+        batch_dims: Mapping[str, int],
+        sequence_dims: Mapping[str, int | None] = SEQUENCE_DIMS,
+        sequence_parallel: bool = False,
+    ) -> None:
+        self._axis = mesh.cp
+        self._batch_dims = batch_dims
+        self._dims = sequence_dims
+        self._tensor_size = mesh.tp.size if sequence_parallel else 1
+
+    def __call__(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with this rank's part of every field that has a sequence dim.
+
+        Adds `position_ids` where they are missing, and makes `cu_seqlens` those of the padded
+        documents. ValueError names a field whose sequence dim is unknown or disagrees.
+        """
+        if self._axis.size == 1:
+            return micro_batch
+        data = micro_batch.data
+        if not isinstance(data, Mapping):
+            raise ValueError(
+                f"micro-batch of type {type(data).__name__}: context_parallel_size="
+                f"{self._axis.size} cuts fields by name, so make it a dict of tensors, e.g."
+                " {'tokens': ..., 'labels': ..., 'loss_mask': ...}"
+            )
+        length, device = self._sequence_length(data)
+        packed = _packed(data, length)
+        sources, padded = self._sources(length, packed)
+        own = sources[self._axis.rank].to(device)
+        cut = self._cut(data, own, length)
+        if "position_ids" not in data:
+            cut["position_ids"] = _position_ids(own, length, packed)
+        if packed is not None:
+            cut["cu_seqlens"] = padded.cu_seqlens(device)
+        part = ContextPart(
+            share=_share(data, cut, own, length, self._axis.size),
+            positions=_placed(own[0], length) if len(own) == 1 else None,
+            restore=_restore(sources, length),
+            axis=self._axis,
+            local_length=own.shape[1],
+        )
+        return replace(micro_batch, data=cut, context=part)
+
+    def _sequence_length(self, data: Mapping[str, Any]) -> tuple[int, torch.device]:
+        found = {
+            key: value
+            for key, value in data.items()
+            if self._dims.get(key) is not None and isinstance(value, Tensor)
+        }
+        if not found:
+            raise ValueError(
+                f"micro-batch with the fields {sorted(data)}: none has a known sequence dim, which"
+                f" context_parallel_size={self._axis.size} needs; pass"
+                " MegatronStrategy(sequence_dims={field: dim})"
+            )
+        key = next(iter(found))
+        return found[key].shape[self._dims[key] or 0], found[key].device
+
+    def _sources(
+        self, length: int, packed: SequenceInfo | None
+    ) -> tuple[list[Tensor], SequenceInfo]:
+        """For every rank (1 or B, S/cp): the token of the whole sequence that it holds at each
+        place, -1 for padding; and the padded documents.
+        """
+        size = self._axis.size
+        true = SequenceInfo(((length,),)) if packed is None else packed
+        if true.is_uniform:
+            true = SequenceInfo(true.lengths[:1])
+        padded = [[padded_length(n, size) for n in row] for row in true.lengths]
+        total = padded_length(max(sum(row) for row in padded), size, self._tensor_size)
+        places = [_places(row, wide) for row, wide in zip(true.lengths, padded, strict=True)]
+        if packed is None:
+            padded = [[total]]  # one document, padding and all
+        else:
+            padded = [row + [total - sum(row)] * (sum(row) < total) for row in padded]
+        table = torch.stack(
+            [torch.cat([place, place.new_full((total - len(place),), -1)]) for place in places]
+        )  # (1 or B, padded S)
+        sources = []
+        for rank in range(size):
+            index = [local_index(row, size, rank) for row in padded]
+            sources.append(table.gather(1, torch.stack(index)))
+        rows = tuple(tuple(row) for row in padded)
+        count = 1 if packed is None else len(packed.lengths)
+        return sources, SequenceInfo(rows * count if len(rows) == 1 else rows)
+
+    def _cut(self, data: Mapping[str, Any], own: Tensor, length: int) -> dict[str, Any]:
+        cut: dict[str, Any] = {}
+        for key, value in data.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                cut[key] = value
+                continue
+            if key not in self._dims:
+                raise ValueError(
+                    f"batch[{key!r}] of shape {tuple(value.shape)}: its sequence dim is not known,"
+                    f" which context_parallel_size={self._axis.size} needs; pass"
+                    f" MegatronStrategy(sequence_dims={{{key!r}: 1}}), or None in place of 1 if it"
+                    " has none"
+                )
+            dim = self._dims[key]
+            if dim is not None and value.shape[dim] != length:
+                raise ValueError(
+                    f"batch[{key!r}] of shape {tuple(value.shape)}: dim {dim} has"
+                    f" {value.shape[dim]} entries where the sequence has {length} tokens; pass"
+                    " MegatronStrategy(sequence_dims={field: dim})"
+                )
+            cut[key] = value if dim is None else self._take(key, value, dim, own)
+        return cut
+
+    def _take(self, key: str, value: Tensor, dim: int, own: Tensor) -> Tensor:
+        fill = IGNORED_LABEL if key == "labels" else 0
+        if len(own) == 1:
+            return _take_row(value, dim, own[0], fill)
+        batch_dim = self._batch_dims.get(key, 0)
+        if value.shape[batch_dim] == 1:
+            value = value.expand(*(len(own) if d == batch_dim else -1 for d in range(value.dim())))
+        rows = zip(value.unbind(batch_dim), own, strict=True)
+        inside = dim - (batch_dim < dim)
+        return torch.stack([_take_row(row, inside, index, fill) for row, index in rows], batch_dim)
+
+
+def _packed(data: Mapping[str, Any], length: int) -> SequenceInfo | None:
+    if data.get("cu_seqlens") is None:
+        return None
+    info = SequenceInfo.from_cu_seqlens(data["cu_seqlens"])
+    if sum(info.lengths[0]) != length:
+        raise ValueError(
+            f"batch['cu_seqlens'] ends at {sum(info.lengths[0])}, but the sequence has {length}"
+            " tokens; make tokens after the last document a document of their own, outside of the"
+            " loss"
+        )
+    return info
+
+
+def _places(lengths: tuple[int, ...], padded: list[int]) -> Tensor:
+    """For every place of the padded documents, the token there: (padded S,), -1 for padding."""
+    tokens = torch.arange(sum(lengths)).split(list(lengths))
+    whole = pad_sequence(list(tokens), batch_first=True, padding_value=-1)
+    wide = torch.cat([whole, whole.new_full((len(whole), max(padded)), -1)], dim=1)
+    return torch.cat([row[:size] for row, size in zip(wide, padded, strict=True)])
+
+
+def _take_row(value: Tensor, dim: int, index: Tensor, fill: int) -> Tensor:
+    taken = value.index_select(dim, index.clamp(min=0))
+    shape = [1] * value.dim()
+    shape[dim] = -1
+    return taken.masked_fill((index < 0).view(shape), fill)
+
+
+def _position_ids(own: Tensor, length: int, packed: SequenceInfo | None) -> Tensor:
+    """(1 or B, S/cp): positions within documents; 0 for padding."""
+    if packed is None:
+        return own.clamp(min=0)
+    positions = packed.positions(own.device)
+    return positions[: len(own)].gather(1, own.clamp(min=0)).masked_fill(own < 0, 0)
+
+
+def _placed(own: Tensor, length: int) -> Tensor:
+    """Positions with padding put after the sequence, so that no two tokens share one."""
+    after = torch.arange(len(own), device=own.device) + length
+    return torch.where(own < 0, after, own)
+
+
+def _restore(sources: list[Tensor], length: int) -> Tensor:
+    joined = torch.cat(sources, dim=1)  # (1 or B, padded S)
+    place = torch.arange(joined.shape[1]).expand_as(joined)
+    restore = torch.zeros(len(joined), length + 1, dtype=torch.int64)
+    restore.scatter_(1, torch.where(joined < 0, length, joined), place)
+    return restore[:, :length]
+
+
+def _share(
+    whole: Mapping[str, Any], cut: Mapping[str, Any], own: Tensor, length: int, size: int
+) -> Tensor:
+    """Part of the tokens with a loss: by the mask, else by labels that aren't ignored, else of all
+    tokens. Equal parts where no token has one.
+    """
+    if isinstance(whole.get("loss_mask"), Tensor):
+        local, total = cut["loss_mask"].float().sum(), whole["loss_mask"].float().sum()
+    elif isinstance(whole.get("labels"), Tensor):
+        local, total = (cut["labels"] >= 0).float().sum(), (whole["labels"] >= 0).float().sum()
+    else:
+        local, total = (own >= 0).float().sum(), own.new_tensor(len(own) * length).float()
+    equal = torch.full_like(total, 1.0 / size)
+    return torch.where(total > 0, local / total.clamp(min=1e-30), equal)
