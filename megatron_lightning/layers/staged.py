@@ -47,6 +47,9 @@ class StagedNetwork(nn.Module, ABC):
     """Path of the ModuleDict or ModuleList of layers; `ParallelPlan.layers` names the same."""
     layer_groups: LayerGroups | None = None
     """Set when groups of layers are recomputed in the backward pass."""
+    before_layer: Callable[[str], None] | None = None
+    """Called with a layer's name before the layer runs: its parameters may still be on their
+    way."""
 
     @abstractmethod
     def begin(self, *args: Any, **kwargs: Any) -> Carried:
@@ -86,6 +89,8 @@ class StagedNetwork(nn.Module, ABC):
         carried: Carried,
     ) -> Carried:
         for name, layer in layers:
+            if self.before_layer is not None:
+                self.before_layer(name)
             carried = self.apply_layer(name, layer, carried, *args, **kwargs)
         return carried
 

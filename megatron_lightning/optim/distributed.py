@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_lightning.optim.shards import ParameterShards
-from megatron_lightning.parallel.flat import Slot
 from megatron_lightning.precision.state import (
     check_elementwise,
     discard_state,
@@ -54,7 +53,7 @@ class DistributedOptimizer:
         self._moments_dtype = moments_dtype
         self._seed = seed
         for optimizer in self._optimizers:
-            check_elementwise(optimizer, shards.slots)
+            check_elementwise(optimizer, shards.ranges)
         self.adopt()
 
     def adopt(self) -> None:
@@ -62,17 +61,17 @@ class DistributedOptimizer:
         call.
         """
         self.shards.extend()
-        slots, parts = self.shards.slots, self.shards.parts()
+        ranges, parts = self.shards.ranges, self.shards.parts()
         known = {id(part) for part in parts.values()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 held: list[Parameter] = []
                 for parameter in group["params"]:
                     name = None if id(parameter) in known else self._name(parameter)
-                    if name is None or name not in slots:  # a part already, or frozen
+                    if name is None or name not in ranges:  # a part already, or frozen
                         held.append(parameter)
                         continue
-                    _move_state(optimizer, parameter, parts.get(name), slots[name])
+                    _move_state(optimizer, parameter, parts.get(name), ranges[name])
                     held += [parts[name]] if name in parts else []
                 group["params"][:] = held
                 _use_fused_kernel(optimizer, group)
@@ -109,12 +108,6 @@ class DistributedOptimizer:
         """Take the parts' gradients away."""
         self.shards.detach_gradients()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the published gradients of this rank's parts, by name."""
-        return {
-            name: part.grad for name, part in self.shards.parts().items() if part.grad is not None
-        }
-
     def _narrow(self, step: int) -> None:
         if self._moments_dtype is not None:
             for index, optimizer in enumerate(self._optimizers):
@@ -141,23 +134,20 @@ class DistributedOptimizer:
 
 
 def _move_state(
-    optimizer: Optimizer, parameter: Parameter, part: Parameter | None, slot: Slot
+    optimizer: Optimizer, parameter: Parameter, part: Parameter | None, own: tuple[int, int]
 ) -> None:
     """Hand state that is there already to the part (Adagrad makes its own at once)."""
     state = optimizer.state.pop(parameter, {})
     if part is None or not state:
         return
-    start, stop = slot.own_range
-    optimizer.state[part] = {
-        key: _cut(value, parameter, part, start, stop) for key, value in state.items()
-    }
+    optimizer.state[part] = {key: _cut(value, parameter, part, own) for key, value in state.items()}
 
 
-def _cut(value: Any, parameter: Parameter, part: Parameter, start: int, stop: int) -> Any:
+def _cut(value: Any, parameter: Parameter, part: Parameter, own: tuple[int, int]) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
         return value
     dtype = part.dtype if value.is_floating_point() else value.dtype
-    return value.detach().flatten()[start:stop].to(device=part.device, dtype=dtype, copy=True)
+    return value.detach().flatten()[slice(*own)].to(device=part.device, dtype=dtype, copy=True)
 
 
 def _use_fused_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:

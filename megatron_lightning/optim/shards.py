@@ -20,13 +20,19 @@ from torch.nn import Parameter
 from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
+from megatron_lightning.parallel.mesh import MeshAxis
 
 
 @dataclass(eq=False)
 class ParameterBucket:
     """The parameters of one gradient bucket."""
 
-    bucket: Bucket
+    bucket: Bucket | None
+    """Their gradients; None after `ParameterShards.close`."""
+    shard: MeshAxis
+    own_range: tuple[int, int]
+    """(start, stop) in elements of this rank's part."""
+    parameters: list[Parameter]
     data: Tensor
     """(elements,) all parameters, as their gradients lie; each parameter is a view of it."""
     masters: Tensor
@@ -40,7 +46,7 @@ class ParameterBucket:
     @property
     def own(self) -> Tensor:
         """View of this rank's part of the parameters."""
-        start, stop = self.bucket.own_range
+        start, stop = self.own_range
         return self.data[start:stop]
 
     @property
@@ -53,9 +59,9 @@ class ParameterBucket:
         """Round the masters to the own part and start to give it to the other ranks."""
         if self.has_copies:
             self.own.copy_(self.masters, non_blocking=True)
-        shard = self.bucket.replicas.shard
-        if shard.size > 1:
-            self.work = all_gather_single(self.data, self.own, group=shard.group, async_op=True)
+        if self.shard.size > 1:
+            group = self.shard.group
+            self.work = all_gather_single(self.data, self.own, group=group, async_op=True)
 
     def wait(self) -> None:
         """Make what follows on this stream see the gathered parameters."""
@@ -78,29 +84,27 @@ class ParameterShards:
         self._buckets = buckets
         self._dtype = dtype
         self._offload = offload
-        self._made: dict[Bucket, ParameterBucket] = {}
+        self._made: list[ParameterBucket] = []
         self._bucket_of: dict[str, ParameterBucket] = {}
+        self.ranges: dict[str, tuple[int, int]] = {}
+        """(start, stop) of the part of each flattened parameter that this rank updates; may be
+        empty."""
         self.extend()
-
-    @property
-    def slots(self) -> dict[str, Slot]:
-        """Where each parameter lies, by name."""
-        return self._buckets.slots
-
-    @property
-    def buckets(self) -> tuple[ParameterBucket, ...]:
-        """In the order in which gradients are reduced."""
-        return tuple(self._made.values())
 
     @property
     def has_masters(self) -> bool:
         """True when parts are copies of another dtype, which hold more than the parameters."""
-        return any(made.masters.dtype is not made.data.dtype for made in self._made.values())
+        return any(made.masters.dtype is not made.data.dtype for made in self._made)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Flat parameters and masters, for memory reports and tests."""
+        return tuple(tensor for made in self._made for tensor in (made.data, made.masters))
 
     @property
     def is_pending(self) -> bool:
         """True while a gather is running."""
-        return any(made.work is not None for made in self._made.values())
+        return any(made.work is not None for made in self._made)
 
     def parts(self) -> dict[str, Parameter]:
         """What this rank updates, by name: (elements,) tensors. Names without a part are left
@@ -114,10 +118,13 @@ class ParameterShards:
 
     def extend(self) -> None:
         """Take in buckets that were added since (parameters that were unfrozen)."""
+        taken = {made.bucket for made in self._made}
         for bucket in self._buckets.buckets:
-            if bucket not in self._made:
-                self._made[bucket] = made = self._make(bucket)
+            if bucket not in taken:
+                made = self._make(bucket)
+                self._made.append(made)
                 self._bucket_of |= {slot.name: made for slot in bucket.slots}
+                self.ranges |= {slot.name: slot.own_range for slot in bucket.slots}
 
     @torch.no_grad()
     def _make(self, bucket: Bucket) -> ParameterBucket:
@@ -130,7 +137,14 @@ class ParameterShards:
         start, stop = bucket.own_range
         own = data[start:stop]
         dtype = own.dtype if self._dtype is None else self._dtype
-        made = ParameterBucket(bucket=bucket, data=data, masters=own)
+        made = ParameterBucket(
+            bucket=bucket,
+            shard=bucket.replicas.shard,
+            own_range=bucket.own_range,
+            parameters=[slot.parameter for slot in bucket.slots],
+            data=data,
+            masters=own,
+        )
         if self._offload:
             pinned = own.is_cuda
             made.masters = torch.empty(own.shape, dtype=dtype, device="cpu", pin_memory=pinned)
@@ -149,16 +163,18 @@ class ParameterShards:
 
     def attach_gradients(self) -> None:
         """Give each part its reduced gradient; None where no rank got one."""
-        for made in self._made.values():
+        for made in self._made:
+            assert made.bucket is not None
             if made.grads is not None:
                 made.grads.copy_(made.bucket.own, non_blocking=True)
-        if self._offload and any(made.data.is_cuda for made in self._made.values()):
+        if self._offload and any(made.data.is_cuda for made in self._made):
             torch.cuda.current_stream().synchronize()  # the host is about to read them
+        slots = self._buckets.slots
         for name, part in self.parts().items():
-            part.grad = self._gradient(name, part) if self.slots[name].received else None
+            part.grad = self._gradient(slots[name], part) if slots[name].received else None
 
-    def _gradient(self, name: str, part: Parameter) -> Tensor:
-        made, slot = self._bucket_of[name], self.slots[name]
+    def _gradient(self, slot: Slot, part: Parameter) -> Tensor:
+        made = self._bucket_of[slot.name]
         if made.grads is None:
             return slot.own_grad.to(part.dtype)
         begin = part.storage_offset() - made.masters.storage_offset()
@@ -171,17 +187,16 @@ class ParameterShards:
 
     def begin_gather(self) -> None:
         """Start to gather what every rank updated, in the order of the next forward pass."""
-        for made in reversed(self._made.values()):
+        for made in reversed(self._made):
             made.begin_gather()
 
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until the parameters `names` (None: all) are gathered."""
-        wanted = (
-            self._made.values()
-            if names is None
-            else [self._bucket_of[n] for n in names if n in self._bucket_of]
-        )
-        for made in wanted:
+        if names is None:
+            waiting = self._made
+        else:
+            waiting = [self._bucket_of[name] for name in names if name in self._bucket_of]
+        for made in waiting:
             made.wait()
 
     # ------------------------------------------------------------------ outside of steps
@@ -190,16 +205,24 @@ class ParameterShards:
     def copy_from_model(self) -> None:
         """Take the parameters' values for the masters (after they were loaded)."""
         self.wait()
-        for made in self._made.values():
+        for made in self._made:
             if made.has_copies:
                 made.masters.copy_(made.own)
 
     @torch.no_grad()
-    def release(self) -> None:
-        """Give every parameter its own memory again."""
-        self.wait()
-        self._bucket_of = {}
+    def release(self, *, wait: bool = True) -> None:
+        """Give every parameter its own memory again; without `wait`, as it is now."""
+        if wait:
+            self.wait()
+        self._bucket_of, self.ranges = {}, {}
         while self._made:  # one after the other: no second copy of all
-            _, made = self._made.popitem()
-            for slot in made.bucket.slots:
-                slot.parameter.data = slot.parameter.data.clone()
+            made = self._made.pop()
+            for parameter in made.parameters:
+                parameter.data = parameter.data.clone()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End training: gradients are let go, masters and optimizer state stay, to be saved."""
+        if wait:
+            self.wait()
+        for made in self._made:
+            made.bucket = None

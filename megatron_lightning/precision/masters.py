@@ -66,6 +66,15 @@ class MasterParameters:
         for parameter, master in self._master_of.items():
             master.grad = None if parameter.grad is None else parameter.grad.to(self._dtype)
 
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the weights' gradients to those of the masters, and take them from the weights."""
+        for parameter, master in self._master_of.items():
+            if parameter.grad is not None:
+                grad = parameter.grad.to(self._dtype)
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                parameter.grad = None
+
     def detach_gradients(self) -> None:
         """Take the masters' gradients away."""
         for master in self._master_of.values():

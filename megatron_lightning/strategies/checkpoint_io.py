@@ -8,7 +8,6 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +18,24 @@ from torch.optim import Optimizer
 import megatron_lightning.checkpoint as store
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.config.plan import ParameterInfo, canonical_name
-from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
+    from megatron_lightning.runtime.update import ParameterUpdate
     from megatron_lightning.strategies.megatron import MegatronStrategy
 
 MODEL, MASTER, OPTIMIZER = "model.", "master.", "optimizer."
 GROUPS = "optimizer_param_groups"
+KERNEL_OPTIONS = ("foreach", "fused", "capturable")
+"""Options of a parameter group that belong to the device at hand, not to the training."""
 
 
 def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank holds, by canonical name."""
     module = strategy.lightning_module
     assert module is not None
+    if strategy.update is not None:
+        strategy.update.wait()
     tensors: dict[str, Tensor] = dict(strategy.parallel_model.parameters)
     parameter_names = {
         canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)
@@ -61,9 +64,9 @@ def save(
         MODEL + name: _boxed(value, table.get(name))
         for name, value in model_tensors(strategy).items()
     }
-    if "optimizer_states" in checkpoint and strategy.optimizers:
-        objects[GROUPS] = [_hyper_parameters(optimizer) for optimizer in strategy.optimizers]
-        tensors |= _optimizer_tensors(strategy, materialise=False)
+    if "optimizer_states" in checkpoint and strategy.update is not None:
+        objects[GROUPS] = [_hyper_parameters(one) for one in strategy.update.optimizers]
+        tensors |= _optimizer_tensors(strategy.update, materialise=False)
     metadata = {"global_step": checkpoint.get("global_step"), "layout": strategy.mesh.describe()}
     store.save(
         strategy.broadcast(str(filepath)),
@@ -107,26 +110,16 @@ def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
     return store.BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
 
 
-def _updated(strategy: MegatronStrategy) -> Mapping[str, torch.nn.Parameter]:
-    """What the optimizers update, by canonical name."""
-    masters = strategy.masters
-    return strategy.parallel_model.parameters if masters is None else masters.named_masters()
-
-
-def _optimizer_tensors(strategy: MegatronStrategy, *, materialise: bool) -> dict[str, Tensor]:
-    table = strategy.parallel_model.table
-    updated = _updated(strategy)
+def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    if strategy.masters is not None:
+    if update.has_masters:
         tensors |= {
-            MASTER + name: _boxed(value.detach(), table[name]) for name, value in updated.items()
+            MASTER + name: update.box(name, value) for name, value in update.updated().items()
         }
-    for index, optimizer in enumerate(strategy.optimizers):
-        for name, state in optimizer_state_tensors(
-            optimizer, updated, materialise=materialise
-        ).items():
+    for index, optimizer in enumerate(update.optimizers):
+        for name, state in update.state_tensors(optimizer, materialise=materialise).items():
             for key, value in state.items():
-                tensors[f"{OPTIMIZER}{index}.{key}.{name}"] = _boxed(value, table[name])
+                tensors[f"{OPTIMIZER}{index}.{key}.{name}"] = update.box(name, value)
     return tensors
 
 
@@ -138,7 +131,8 @@ def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool)
         for name, value in model_tensors(strategy).items()
     }
     store.load(folder, tensors, scope=MODEL, process_group=group)
-    if with_masters and strategy.masters is None:
+    update = strategy.update
+    if with_masters and (update is None or not update.has_masters):
         # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded
         # weights
         exact = {
@@ -150,7 +144,9 @@ def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool)
 
 
 def _load_optimizer(strategy: MegatronStrategy, folder: Path) -> None:
-    tensors = _optimizer_tensors(strategy, materialise=True)
+    update = strategy.update
+    assert update is not None
+    tensors = _optimizer_tensors(update, materialise=True)
     report = store.load(
         folder,
         tensors,
@@ -158,21 +154,20 @@ def _load_optimizer(strategy: MegatronStrategy, folder: Path) -> None:
         scope=(MASTER, OPTIMIZER),
         process_group=strategy.mesh.control_group,
     )
-    if strategy.masters is not None and any(name.startswith(MASTER) for name in report.missing):
-        strategy.masters.copy_from_model()
+    if not update.has_masters or any(name.startswith(MASTER) for name in report.missing):
+        update.copy_from_model()
     fresh = [name for name in report.missing if name.startswith(OPTIMIZER)]
     if fresh:
         warn_once(
             f"{folder}: no optimizer state for {len(fresh)} tensors, first {fresh[0]!r}; they "
             f"begin afresh"
         )
-    updated = _updated(strategy)
     for index, optimizer in enumerate(strategy.optimizers):
         prefix = f"{OPTIMIZER}{index}."
         names = {
             name.removeprefix(prefix).partition(".")[2] for name in fresh if name.startswith(prefix)
         }
-        discard_state(optimizer, [updated[name] for name in names if name in updated])
+        update.discard_state(optimizer, names)
 
 
 def _hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -195,4 +190,4 @@ def _load_hyper_parameters(
         )
     for optimizer, groups in zip(optimizers, stored, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
+            group.update({key: v for key, v in values.items() if key not in KERNEL_OPTIONS})

@@ -1,0 +1,228 @@
+"""From a window's gradients to updated parameters: reduce, publish, step, and give to all ranks.
+
+One object for the strategy, whatever is sharded over the data axis: masters of whole parameters
+(`precision.masters`), or parts of parameters (`optim.distributed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_lightning.checkpoint import BoxedTensor
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.optim.clip import global_grad_norm
+from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.optim.shards import ParameterShards
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.precision.masters import MasterParameters
+from megatron_lightning.precision.policy import PrecisionPolicy
+from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
+from megatron_lightning.runtime.layer_gate import LayerGate
+from megatron_lightning.runtime.model import ParallelModel
+
+MOMENTS = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+class ParameterUpdate:
+    """What a run's optimizers update, and how gradients get there.
+
+    A window is: `open`, the runs of its batches, `reduce`, clipping and hooks, a step of the
+    optimizers, `finish_step`. `defer` lets the gather of sharded parameters go on into the next
+    forward pass; then every other reader of parameters calls `wait` first.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        mesh: ParallelMesh,
+        config: ParallelConfig,
+        policy: PrecisionPolicy,
+        optimizers: Sequence[Optimizer],
+        *,
+        seed: int = 0,
+        defer: bool = False,
+    ) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._in_parameter_dtype = not policy.has_masters
+        self._norm: Tensor | None = None
+        self.optimizers = list(optimizers)
+        self.masters: MasterParameters | None = None
+        self.distributed: DistributedOptimizer | None = None
+        has_masters = model.plan is not None and policy.has_masters
+        if config.data_parallel.sharding == "optimizer" and model.buckets is not None:
+            shards = ParameterShards(
+                model.buckets,
+                dtype=policy.main_params_dtype if has_masters else None,
+                offload=config.data_parallel.offload_optimizer,
+            )
+            self.distributed = DistributedOptimizer(
+                optimizers,
+                shards,
+                model.parameters,
+                moments_dtype=MOMENTS[config.data_parallel.moments_dtype],
+                seed=seed,
+            )
+        elif has_masters:
+            self.masters = MasterParameters(
+                self.optimizers, model.parameters, dtype=policy.main_params_dtype
+            )
+        self._gate: LayerGate | None = None
+        if defer and self.distributed is not None:
+            self._gate = LayerGate(model, self.distributed.shards.wait)
+
+    # ------------------------------------------------------------------ one window
+
+    def open(self) -> None:
+        """Begin a window: zero gradients, and buckets for what is trainable now."""
+        buckets = self._model.buckets
+        assert buckets is not None
+        if buckets.is_stale:
+            self.wait()
+            buckets.rebuild()
+            if self.distributed is not None:
+                self.distributed.adopt()
+            elif self.masters is not None:
+                self.masters.adopt()
+        else:
+            buckets.reset()
+
+    def begin_run(self) -> None:
+        """Before the forward passes of a batch: take gradients away, and wait for parameters that
+        are read before any layer.
+        """
+        assert self._model.buckets is not None
+        self._model.buckets.withdraw()
+        self._norm = None
+        if self._gate is not None:
+            self._gate.begin()
+
+    def reduce(self, weight: Tensor | float) -> bool:
+        """Sum the window's gradients, divide by `weight` and publish them; False, and none
+        published, where the weight is 0.
+        """
+        buckets = self._model.buckets
+        assert buckets is not None
+        buckets.finish(weight)
+        if float(weight) == 0:
+            buckets.withdraw()
+            return False
+        buckets.publish(in_parameter_dtype=self._in_parameter_dtype)
+        if self.distributed is not None:
+            self.distributed.attach_gradients()
+        elif self.masters is not None:
+            self.masters.attach_gradients()
+        return True
+
+    def finish_step(self, step: int) -> None:
+        """After the optimizer's step: give what was updated to the model and to all ranks."""
+        if self.distributed is not None:
+            self.distributed.finish_step(step, wait=self._gate is None)
+            self.distributed.detach_gradients()
+        elif self.masters is not None:
+            self.masters.copy_to_model()
+            if self._model.buckets is not None:
+                self.masters.detach_gradients()
+
+    def wait(self) -> None:
+        """Wait until parameters may be read."""
+        if self.distributed is not None:
+            self.distributed.shards.wait()
+
+    # ------------------------------------------------------------------ what is there
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return what is published of the gradients on this rank: whole local tensors, or flat
+        parts.
+        """
+        return {name: p.grad for name, p in self.updated().items() if p.grad is not None}
+
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks
+        must call it.
+        """
+        if self._norm is None:
+            self._norm = global_grad_norm(
+                self.gradients(),
+                self._model.table,
+                self._mesh,
+                sharded=self.distributed is not None,
+            )
+        return self._norm
+
+    def take_gradients(self) -> None:
+        """After a backward under manual optimization: hand gradients to masters."""
+        self._norm = None
+        if self.masters is not None:
+            self.masters.take_gradients()
+
+    def updated(self) -> Mapping[str, Tensor]:
+        """Return what the optimizers update, by canonical name, with `box` for its place."""
+        if self.distributed is not None:
+            return self.distributed.shards.parts()
+        return self._model.parameters if self.masters is None else self.masters.named_masters()
+
+    @property
+    def has_masters(self) -> bool:
+        """True when what is updated holds more than the model's parameters."""
+        if self.distributed is not None:
+            return self.distributed.shards.has_masters
+        return self.masters is not None
+
+    def box(self, name: str, value: Tensor) -> Tensor:
+        """Return `value` (a master, gradient or state of parameter `name`) as boxes of the global
+        tensor; 0-dim values as they are.
+        """
+        info = self._model.table[name]
+        if value.dim() == 0 or not info.global_shape:
+            return value.detach().reshape(())
+        if self.distributed is None:
+            return BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
+        return BoxedTensor.from_flat(
+            value,
+            self._model.parameters[name].shape,
+            info.offsets,
+            info.global_shape,
+            self.distributed.shards.ranges[name][0],
+            info.sizes,
+        )
+
+    def state_tensors(
+        self, optimizer: Optimizer, *, materialise: bool
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return {name: {state key: tensor}} of one optimizer; see `optimizer_state_tensors`."""
+        if self.distributed is not None:
+            return self.distributed.state_tensors(optimizer, materialise=materialise)
+        updated: Any = self.updated()
+        return optimizer_state_tensors(optimizer, updated, materialise=materialise)
+
+    def discard_state(self, optimizer: Optimizer, names: Iterable[str]) -> None:
+        """Forget the optimizer state of parameters `names`."""
+        updated: Any = self.updated()
+        discard_state(optimizer, [updated[name] for name in names if name in updated])
+
+    def copy_from_model(self) -> None:
+        """Take the model's weights for masters."""
+        if self.distributed is not None:
+            self.distributed.shards.copy_from_model()
+        elif self.masters is not None:
+            self.masters.copy_from_model()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End training; what is updated can still be saved. Without `wait` (after a failure, when
+        other ranks may have left) values of parameters may be old.
+        """
+        if self._gate is not None:
+            self._gate.detach()
+        if self.distributed is not None:
+            self.distributed.shards.close(wait=wait)
+
+    def release(self) -> None:
+        """Give parameters memory of their own again; nothing is left to be saved."""
+        if self.distributed is not None:
+            self.distributed.shards.release()
