@@ -25,6 +25,7 @@ from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
+from megatron_lightning.strategies.trainer_checks import trainer_problems
 from megatron_lightning.utils.env import Launch
 from megatron_lightning.utils.logging import warn_once
 
@@ -59,6 +60,7 @@ def check_run(strategy: MegatronStrategy, trainer: Trainer, arguments: Mapping[s
     if module is not None:
         world_size = strategy.num_processes * strategy.num_nodes
         problems += run_problems(strategy, module, given_datamodule(arguments), world_size)
+        problems += trainer_problems(strategy, trainer, module)
     raise_on_first_rank(problems, strategy.global_rank)
 
 
@@ -101,12 +103,6 @@ def run_problems(
     """Every violation that can be known before processes exist."""
     config = strategy.config
     problems: list[str] = []
-    if not module.automatic_optimization and config.model_parallel_size > 1:
-        problems.append(
-            f"automatic_optimization=False with {config.model_parallel_size} model-parallel "
-            f"ranks: the schedule runs"
-            " forward and backward itself; use automatic optimization, or data parallelism only"
-        )
     own_check = getattr(module, "check_parallel", None)
     if own_check is not None:
         problems += own_check(config)
