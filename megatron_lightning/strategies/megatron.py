@@ -28,6 +28,7 @@ from megatron_lightning.config.parallel import (
     RuntimeConfig,
 )
 from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
@@ -43,6 +44,7 @@ from megatron_lightning.strategies import _compat, checkpoint_io, loaders, start
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.readers import may_defer_gather
+from megatron_lightning.strategies.trainer_checks import optimizer_problems, trainer_problems
 from megatron_lightning.strategies.user_metrics import confine_metrics
 from megatron_lightning.utils.env import global_seed
 
@@ -160,6 +162,8 @@ class MegatronStrategy(MeshStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        assert self.lightning_module is not None
+        raise_if_any(trainer_problems(self, trainer, self.lightning_module))
         self.accelerator.setup(trainer)
         silence_advice_to_reduce()
         module = self.lightning_module
@@ -178,6 +182,8 @@ class MegatronStrategy(MeshStrategy):
         load_pending(self)
         if fitting:
             self.setup_optimizers(trainer)
+            if module.automatic_optimization:
+                raise_if_any(optimizer_problems(self.optimizers))
         self.setup_precision_plugin()
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
