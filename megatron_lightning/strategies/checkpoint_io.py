@@ -8,6 +8,7 @@ written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +61,12 @@ def save(
         )
     objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     table = strategy.parallel_model.table
+    # what a hook (on_save_checkpoint) left of the state dict counts, as everywhere in Lightning
+    kept = checkpoint["state_dict"] if "state_dict" in checkpoint else model_tensors(strategy)
     tensors = {
-        MODEL + name: _boxed(value, table.get(name))
-        for name, value in model_tensors(strategy).items()
+        MODEL + canonical_name(name): _boxed(value, table.get(canonical_name(name)))
+        for name, value in kept.items()
+        if isinstance(value, Tensor)
     }
     if "optimizer_states" in checkpoint and strategy.update is not None:
         objects[GROUPS] = [_hyper_parameters(one) for one in strategy.update.optimizers]
@@ -88,7 +92,24 @@ def load(strategy: MegatronStrategy, path: Any) -> dict[str, Any]:
     if strategy.optimizers and groups is not None:
         _load_hyper_parameters(strategy.optimizers, groups, folder)
         _load_optimizer(strategy, folder)
-    return {**objects, "state_dict": {}, "optimizer_states": []}
+    return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
+
+
+def check_loaded(strategy: MegatronStrategy, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a hook that has changed what is to be loaded: it is in place already."""
+    given, loaded = checkpoint["state_dict"], model_tensors(strategy)
+    changed = [
+        name
+        for name, value in given.items()
+        if name not in loaded or value.data_ptr() != loaded[name].data_ptr()
+    ]
+    changed += [name for name in loaded if name not in given]
+    if changed:
+        raise ValueError(
+            f"on_load_checkpoint: the state dict was changed ({changed[:3]}), but each rank has "
+            f"read its part of the weights into place before; change tensors in place, or load the "
+            f"checkpoint with load_weights and edit the module"
+        )
 
 
 def remove(strategy: MegatronStrategy, filepath: Any) -> None:
@@ -130,7 +151,17 @@ def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool)
         MODEL + name: _boxed(value, table.get(name))
         for name, value in model_tensors(strategy).items()
     }
-    store.load(folder, tensors, scope=MODEL, process_group=group)
+    module = strategy.lightning_module
+    assert module is not None
+    report = store.load(
+        folder,
+        tensors,
+        strict="all" if module.strict_loading else "none",
+        scope=MODEL,
+        process_group=group,
+    )
+    if report.mismatched:  # strict_loading=False is about names, as in torch
+        raise ValueError(f"{folder}: shape or dtype differs for {list(report.mismatched)[:3]}")
     update = strategy.update
     if with_masters and (update is None or not update.has_masters):
         # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded

@@ -44,7 +44,11 @@ from megatron_lightning.strategies import _compat, checkpoint_io, loaders, start
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.readers import may_defer_gather
-from megatron_lightning.strategies.trainer_checks import optimizer_problems, trainer_problems
+from megatron_lightning.strategies.trainer_checks import (
+    evaluated_once,
+    optimizer_problems,
+    trainer_problems,
+)
 from megatron_lightning.strategies.user_metrics import confine_metrics
 from megatron_lightning.utils.env import global_seed
 
@@ -294,6 +298,9 @@ class MegatronStrategy(MeshStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            closure = evaluated_once(closure, optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._update is not None:
             assert self.lightning_module is not None
@@ -459,7 +466,8 @@ class MegatronStrategy(MeshStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has put the weights in place."""
+        """Only a check: `load_checkpoint` has put the weights in place."""
+        checkpoint_io.check_loaded(self, checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

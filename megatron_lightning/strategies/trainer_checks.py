@@ -46,12 +46,34 @@ def trainer_problems(
 def optimizer_problems(optimizers: Sequence[Optimizer]) -> list[str]:
     """What no schedule can drive. Known only when `configure_optimizers` has run, on every rank."""
     return [
-        f"configure_optimizers: {type(optimizer).__name__} evaluates the closure several times a "
-        f"step, and training_step's gradients are reduced once; use another optimizer, or manual "
-        f"optimization under data parallelism"
+        _several_evaluations(optimizer)
         for optimizer in optimizers
         if isinstance(optimizer, torch.optim.LBFGS)
     ]
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """The closure of one optimizer step, which an optimizer unknown to `optimizer_problems` may
+    not evaluate again: ValueError.
+    """
+    calls = 0
+
+    def once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ValueError(_several_evaluations(optimizer))
+        return closure()
+
+    return once
+
+
+def _several_evaluations(optimizer: Optimizer) -> str:
+    return (
+        f"configure_optimizers: {type(optimizer).__name__} evaluates the closure several times a "
+        f"step, and training_step's gradients are reduced once; use another optimizer, or manual "
+        f"optimization under data parallelism"
+    )
 
 
 def _callbacks(trainer: Trainer, kind: type[Callback]) -> Iterator[str]:
