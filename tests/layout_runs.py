@@ -1,6 +1,6 @@
 """Whole Lightning runs of a small GPT in any layout, and their comparison with one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class Run:
     attention: str = "fused"
     keep_gradients: tuple[int, ...] = (0, 1, 9)
     """Steps whose gradients are compared."""
+    make_batch: Callable[["Run", int], dict[str, Tensor]] | None = None
+    """Module-level function in place of `global_batch`."""
 
 
 class TokenBatches:
@@ -79,6 +81,8 @@ class TokenBatches:
 
 def global_batch(run: Run, index: int) -> dict[str, Tensor]:
     """Random tokens with unequal loss masks: (global_batch_size, S)."""
+    if run.make_batch is not None:
+        return run.make_batch(run, index)
     generator = torch.Generator().manual_seed(1000 + index)
     shape = (run.global_batch_size, SEQUENCE + 1)
     tokens = torch.randint(0, run.config.vocab_size, shape, generator=generator)
@@ -108,6 +112,8 @@ class Batches(L.LightningDataModule):
 
 class Recorder(L.Callback):
     """Keeps losses, gradients (as boxes), norms and learning rates of every step."""
+
+    reads_parameters = False  # between a step and the next forward pass
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -139,18 +145,25 @@ class Recorder(L.Callback):
 
 def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
     """{name: (global shape, offsets, sizes, local box)} of parameters or gradients that this rank
-    holds.
+    holds; a list of such where it holds several boxes of one.
     """
+    found: dict[str, Any] = {}
+    if what == "grad":
+        for name, boxed in trainer.strategy.update.gradient_boxes().items():
+            pairs = zip(boxed.boxes, boxed.views, strict=True)
+            parts = [(tuple(boxed.shape), b.offsets, b.sizes, _plain(v)) for b, v in pairs]
+            found[name] = parts[0] if len(parts) == 1 else parts
+        return found
     model = trainer.strategy.parallel_model
-    found = {}
     for name, parameter in model.parameters.items():
         info = model.table[name]
-        tensor = parameter.grad if what == "grad" else parameter.detach()
-        if tensor is None:
-            continue
-        local = tensor[tuple(slice(0, size) for size in info.sizes)].float().cpu().clone()
+        local = _plain(parameter.detach()[tuple(slice(0, size) for size in info.sizes)])
         found[name] = (info.global_shape, info.offsets, info.sizes, local)
     return found
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.float().cpu().clone()
 
 
 def make_strategy(layout: dict[str, Any]) -> MegatronStrategy:
@@ -207,7 +220,12 @@ def assemble(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     for part in parts:
-        for name, (shape, offsets, sizes, local) in part.items():
+        boxes = [
+            (name, *box)
+            for name, held in part.items()
+            for box in (held if isinstance(held, list) else [held])
+        ]
+        for name, shape, offsets, sizes, local in boxes:
             target = whole.setdefault(name, torch.full(shape, float("nan")))
             view = target[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
             if not torch.isnan(view).all():
