@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import get_args
 
+from megatron_lightning.config.data_parallel_rules import data_parallel_problems, replica_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 
 Rule = Callable[[ParallelConfig], str | None]
@@ -149,6 +150,7 @@ def check_layout(config: ParallelConfig) -> list[str]:
     """Every violation that the layout has in itself."""
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
+    problems += data_parallel_problems(config)
     return problems + config.recompute.check()
 
 
@@ -156,7 +158,7 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
     """Every violation of the layout against the number of ranks (devices x nodes)."""
     product = config.model_parallel_size
     if product < 1 or world_size % product == 0:
-        return []
+        return replica_problems(config, world_size) if product >= 1 else []
     nearest = sorted(
         {max(product, world_size // product * product), (world_size // product + 1) * product}
     )

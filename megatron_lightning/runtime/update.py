@@ -142,6 +142,12 @@ class ParameterUpdate:
         """
         return {name: p.grad for name, p in self.updated().items() if p.grad is not None}
 
+    def gradient_boxes(self) -> dict[str, BoxedTensor]:
+        """Return the published gradients as boxes of the global tensors, by canonical name."""
+        return {
+            name: BoxedTensor.of(self.box(name, grad)) for name, grad in self.gradients().items()
+        }
+
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks
         must call it.

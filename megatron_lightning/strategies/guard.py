@@ -24,6 +24,9 @@ class RunGuard(Callback):
     It holds no state that belongs into a checkpoint.
     """
 
+    reads_parameters = False
+    """See `strategies/readers.py`."""
+
     def __init__(self, strategy: MeshStrategy, trainer: Trainer) -> None:
         self._trainer = trainer
         self._rank = strategy.global_rank
