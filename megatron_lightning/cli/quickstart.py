@@ -211,7 +211,7 @@ def _parser() -> Parser:
         type=int,
         default=150,
         metavar="N",
-        help="optimizer steps, a multiple of 10 (default: 150)",
+        help="optimizer steps, a multiple of 10 (default: 120)",
     )
     add(
         "--devices",

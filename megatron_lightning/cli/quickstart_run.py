@@ -129,12 +129,12 @@ def prepare(settings: Settings) -> DataCard:
 def train(settings: Settings, layout: Layout, part: str, *, resume: Path | None = None) -> Path:
     """Train up to the end of the part and return its last checkpoint."""
     steps = settings.first_steps if resume is None else settings.steps
-    checkpoints = ModelCheckpoint(
-        settings.checkpoints(part), filename="best-{step}", monitor="val_loss", save_last=True
-    )
+    # Without a monitor it keeps the newest; one with a monitor writes nothing, not even `last`,
+    # when a validation is worse than the best.
+    checkpoints = ModelCheckpoint(settings.checkpoints(part), filename="{step}")
     trainer = _trainer(settings, layout, steps, [checkpoints, LossRecorder(settings.losses(part))])
     trainer.fit(build_model(settings), _data(settings), ckpt_path=resume)
-    return settings.checkpoints(part) / "last.ckpt"
+    return settings.checkpoints(part) / f"step={steps}.ckpt"
 
 
 def validate(settings: Settings, layout: Layout, checkpoint: Path) -> float:
@@ -161,7 +161,7 @@ def build_model(settings: Settings) -> GPTModel:
     config = GPTConfig(
         vocab_size=VOCAB_SIZE,
         num_layers=4,
-        hidden_size=128,
+        hidden_size=96,
         num_attention_heads=4,
         num_query_groups=2,
         max_position_embeddings=2 * SEQ_LENGTH,

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -26,6 +27,9 @@ DEFAULT_SEED = 1234
 
 class TrainerParser(LightningArgumentParser):
     """Raises UserError with the message alone; the usage text of the Trainer fills pages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise UserError."""
@@ -61,8 +65,11 @@ class TrainerCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build model, data module and Trainer; what they refuse is a wrong input."""
-        with wrong_input():
-            super().instantiate_classes()
+        try:
+            with wrong_input(MisconfigurationException):
+                super().instantiate_classes()
+        except UserError as error:
+            raise UserError(shorten(str(error))) from error
 
     def after_instantiate_classes(self) -> None:
         """Look into the checkpoint that is asked for, before any rank is started."""

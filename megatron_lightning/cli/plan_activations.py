@@ -1,0 +1,152 @@
+"""Bytes that one chunk of a pipeline rank keeps for a micro-batch, and works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lightning.cli.plan_request import PlanRequest
+from megatron_lightning.config.activations import (
+    ActivationSizes,
+    embedding_bytes_per_token,
+    head_bytes_per_token,
+    kept_bytes_per_token,
+    layer_rows,
+)
+from megatron_lightning.config.recompute import RecomputeConfig
+from megatron_lightning.parallel.pipeline import ChunkUnits
+from megatron_lightning.precision.policy import policy_for
+from megatron_lightning.runtime.recompute import name_matches
+
+LOSS_SLICE_BYTES = 2 * 4 * (1 << 25)
+"""Float32 copies of a slice of the logits (`layers/loss.py`): two at a time."""
+
+LAYER_MODULES = (
+    "",
+    "input_layernorm",
+    "self_attention",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "attention_dropout",
+    "pre_mlp_layernorm",
+    "mlp",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "mlp_dropout",
+)
+"""Paths within a layer that selective recompute may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkActivations:
+    """Of one micro-batch in one chunk, in bytes on one rank."""
+
+    kept: float
+    """From its forward to its backward."""
+    host: float
+    """The same in CPU memory (offload)."""
+    forward: float
+    """Most that a forward works with besides."""
+    backward: float
+    """Most that a backward works with besides, recomputed layers included."""
+
+
+def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivations:
+    """Estimate one chunk."""
+    model, config = request.model, request.parallel
+    sizes = activation_sizes(request)
+    tokens = request.micro_batch_size * -(-request.seq_length // config.context_parallel_size)
+    whole = [
+        tokens * kept_bytes_per_token(layer_rows(model, sizes, sliding=_slides(request, layer)))
+        for layer in chunk.layers
+    ]
+    kept, again = _layers_kept(request, chunk.layers, whole, tokens, sizes)
+    host = 0.0
+    if config.recompute.offload:  # two layers are on their way at a time
+        host, kept = kept, min(kept, 2 * kept / max(1, len(chunk.layers)))
+        again = max([again, *(whole if config.recompute.mode == "full" else ())])
+    if chunk.has_embedding:
+        kept += tokens * embedding_bytes_per_token(model, sizes)
+    layer_backward = again + tokens * _working_bytes_per_token(request, sizes)
+    if not chunk.has_head:
+        return ChunkActivations(kept=kept, host=host, forward=0.0, backward=layer_backward)
+    of_head, logits = (tokens * size for size in head_bytes_per_token(model, sizes))
+    loss_slices = min(LOSS_SLICE_BYTES, 2 * logits * 4 / sizes.bytes_per_element)
+    # First the loss makes the logits' gradient; then the output layer's weight gets its own.
+    weight = model.padded_vocab_size(sizes.tensor_parallel_size) * model.hidden_size
+    weight_gradient = weight / sizes.tensor_parallel_size * sizes.bytes_per_element
+    head_backward = max(logits + loss_slices, weight_gradient)
+    return ChunkActivations(
+        kept=kept + of_head,
+        host=host,
+        forward=loss_slices,
+        backward=max(head_backward, layer_backward - of_head),
+    )
+
+
+def activation_sizes(request: PlanRequest) -> ActivationSizes:
+    """The request as the rows of `config.activations` want it."""
+    config = request.parallel
+    return ActivationSizes(
+        tensor_parallel_size=config.tensor_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        bytes_per_element=policy_for(request.precision).params_dtype.itemsize,
+        compiled=config.runtime.compile_layers,
+    )
+
+
+def recomputed_paths(config: RecomputeConfig, layer: int) -> tuple[str, ...]:
+    """Paths within layer number `layer` that selective recompute covers."""
+    if config.mode != "selective":
+        return ()
+    name = f"decoder.layers.{layer}"
+    paths = [f"{name}.{path}" if path else name for path in LAYER_MODULES]
+    found = [path for path in paths if any(name_matches(path, glob) for glob in config.modules)]
+    return tuple(path.removeprefix(name).removeprefix(".") for path in found)
+
+
+def _layers_kept(
+    request: PlanRequest,
+    layers: Sequence[int],
+    whole: Sequence[float],
+    tokens: int,
+    sizes: ActivationSizes,
+) -> tuple[float, float]:
+    """(bytes kept, most that a recomputation brings back at once)."""
+    config = request.parallel.recompute
+    entry = tokens * sizes.bytes_per_element * request.model.hidden_size / sizes.split_hidden
+    if not layers:
+        return 0.0, 0.0
+    if config.mode == "full" and config.method == "uniform":
+        groups = -(-len(layers) // config.num_layers)
+        return groups * entry, min(config.num_layers, len(layers)) * max(whole)
+    if config.mode == "full":
+        again = min(config.num_layers, len(layers))
+        # The last layers' backward comes first; when the block's turn is there, they are gone.
+        rest = sum(whole[again:])
+        return again * entry + rest, max(0.0, whole[0] - rest)
+    kept = 0.0
+    back = 0.0
+    for layer, all_of_it in zip(layers, whole, strict=True):
+        rows = layer_rows(request.model, sizes, sliding=_slides(request, layer))
+        remaining = tokens * kept_bytes_per_token(rows, recomputed_paths(config, layer))
+        kept += remaining
+        back = max(back, all_of_it - remaining)
+    return kept, back
+
+
+def _slides(request: PlanRequest, layer: int) -> bool:
+    return 0 < request.model.window_of(layer) < request.seq_length
+
+
+def _working_bytes_per_token(request: PlanRequest, sizes: ActivationSizes) -> float:
+    """Gradients inside one layer's MLP, the widest part: those of both halves, apart and joined,
+    less what is used up by then.
+    """
+    model = request.model
+    width = model.ffn_hidden_size / sizes.tensor_parallel_size
+    inside = 3 * width if model.gated_linear_unit else width
+    return sizes.bytes_per_element * (inside + 2 * model.hidden_size / sizes.split_hidden)

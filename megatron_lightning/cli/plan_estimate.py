@@ -1,0 +1,151 @@
+"""From a request to numbers: mesh, stages, memory, operations, traffic, bubble."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_lightning.cli.plan_memory import (
+    RESERVED_BYTES,
+    PipelineRank,
+    UnitParameters,
+    pipeline_rank,
+    unit_parameters,
+)
+from megatron_lightning.cli.plan_request import PlanRequest
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.models.gpt import GPTModel
+from megatron_lightning.parallel.actions import Action
+from megatron_lightning.parallel.mesh import mesh_sizes
+from megatron_lightning.parallel.pipeline import StageLayout
+from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
+from megatron_lightning.parallel.simulate import CostModel, SimulationReport, simulate
+from megatron_lightning.runtime.parallelize import stage_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `plan` says about one layout."""
+
+    request: PlanRequest
+    sizes: Mapping[str, int]
+    layout: StageLayout
+    parameters: UnitParameters
+    ranks: tuple[PipelineRank, ...]
+    model_flops: float
+    """Operations of one step (one batch) over all GPUs, as utilisation figures count them."""
+    hardware_flops: float
+    """The same with what is computed again."""
+    simulation: SimulationReport | None
+    """None where there is no pipeline."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.memory.peak for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits in the GPU, with what is outside of torch's allocator."""
+        return self.peak_bytes + RESERVED_BYTES <= self.request.hardware.memory_bytes
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time that is not compute, unequal stages included."""
+        return 0.0 if self.simulation is None else self.simulation.bubble_fraction
+
+    @property
+    def layers_per_stage(self) -> list[int]:
+        """Layers of each virtual stage, in the order of the forward."""
+        return [len(stage.layers) for stage in self.layout.stages]
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Estimate a request that `problems_of` has nothing against."""
+    layout = _layout(request)
+    units = unit_parameters(request.model, request.parallel.tensor_parallel_size)
+    schedule = actions_of(request, layout)
+    ranks = tuple(
+        pipeline_rank(request, layout, units, rank, actions)
+        for rank, actions in enumerate(schedule)
+    )
+    tokens = request.batch_size * request.seq_length
+    model_flops = tokens * request.model.flops_per_token(request.seq_length)
+    return Plan(
+        request=request,
+        sizes=mesh_sizes(
+            request.gpus,
+            tensor=request.parallel.tensor_parallel_size,
+            pipeline=request.parallel.pipeline_parallel_size,
+            context=request.parallel.context_parallel_size,
+        ),
+        layout=layout,
+        parameters=units,
+        ranks=ranks,
+        model_flops=model_flops,
+        hardware_flops=model_flops * (1 + recomputed_share(request, layout) / 3),
+        simulation=_simulate(request, layout, schedule),
+    )
+
+
+def _layout(request: PlanRequest) -> StageLayout:
+    module = GPTModel(_without_width(request.model))
+    return stage_layout(module.build_network("meta"), module.parallel_plan(), request.parallel)
+
+
+@functools.lru_cache(maxsize=8)
+def _without_width(model: GPTConfig) -> GPTConfig:
+    """The same number of layers, as small as can be: their names are all that a cut needs."""
+    return GPTConfig(
+        vocab_size=8, num_layers=model.num_layers, hidden_size=8, num_attention_heads=1
+    )
+
+
+def actions_of(request: PlanRequest, layout: StageLayout) -> Sequence[Sequence[Action]]:
+    """The schedule of a batch, for each pipeline rank."""
+    config = request.parallel.pipeline
+    name: ScheduleName = config.schedule
+    if name == "1f1b" and layout.virtual_size > 1:
+        name = "interleaved"
+    return build_schedule(
+        name,
+        pipeline_size=layout.pipeline_size,
+        num_chunks=layout.virtual_size,
+        num_microbatches=request.num_microbatches,
+    )
+
+
+def recomputed_share(request: PlanRequest, layout: StageLayout) -> float:
+    """Share of the forward's operations that is done again (whole layers; modules are left out)."""
+    config = request.parallel.recompute
+    if config.mode != "full":
+        return 0.0
+    if config.method == "uniform":
+        return 1.0
+    done = sum(min(config.num_layers, len(stage.layers)) for stage in layout.stages)
+    return done / layout.num_layers
+
+
+def _simulate(
+    request: PlanRequest, layout: StageLayout, schedule: Sequence[Sequence[Action]]
+) -> SimulationReport | None:
+    if layout.pipeline_size == 1:
+        return None
+    again = recomputed_share(request, layout)
+    weights = stage_weights(request.model, request.seq_length, layout)
+    cost = CostModel(backward=2.0 + again, input_grad=1.0 + again, stage_weight=weights)
+    return simulate(
+        schedule,
+        cost,
+        num_chunks=layout.virtual_size,
+        num_microbatches=request.num_microbatches,
+        v_shaped=layout.v_shaped,
+    )
+
+
+def stage_weights(model: GPTConfig, seq_length: int, layout: StageLayout) -> tuple[float, ...]:
+    """Operations of each virtual stage in units of one layer."""
+    head = 6 * model.vocab_size * model.hidden_size
+    layer = (model.flops_per_token(seq_length) - head) / model.num_layers
+    return tuple(len(stage.layers) + stage.has_head * head / layer for stage in layout.stages)

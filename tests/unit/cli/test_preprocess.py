@@ -1,0 +1,119 @@
+"""`preprocess`, and `inspect` of a corpus."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_lightning.cli import inspect as inspect_command
+from megatron_lightning.cli import preprocess
+from megatron_lightning.cli.errors import UserError
+from megatron_lightning.data import IndexedDataset, load_tokenizer
+
+TEXTS = ["one two three", "", "two three four five"]
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def tokens(prefix: Path) -> list[list[int]]:
+    corpus = IndexedDataset(prefix)
+    return [corpus.get(i).tolist() for i in range(len(corpus))]
+
+
+def test_bytes(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preprocess.main([str(text_file), "--output-prefix", f"{tmp_path}/c", "--tokenizer", "bytes"])
+    assert tokens(tmp_path / "c") == [[*TEXTS[0].encode(), 256], [*TEXTS[2].encode(), 256]]
+    shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert shown["documents"] == "3 (1 empty)"
+    assert shown["sequences"] == "2"
+    assert shown["tokens"] == "34, uint16, 68 bytes"  # 13 + 1 and 19 + 1 tokens
+    assert shown["tokenizer"] == "bytes, 257 ids, end of document 256"
+
+
+def test_trained_tokenizer_is_used_and_kept(text_file: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "c"
+    options = ["--train-tokenizer", "bpe", "--vocab-size", "262"]
+    preprocess.main([str(text_file), "--output-prefix", str(prefix), *options])
+    tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
+    assert tokenizer.vocab_size == 262
+    expected = [[*tokenizer.encode(TEXTS[i]), tokenizer.eod_id] for i in (0, 2)]
+    assert tokens(prefix) == expected
+    assert len(expected[0]) < len(TEXTS[0]) + 1  # something was merged
+
+
+def test_bad_lines_are_named_or_skipped(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text_file.write_text('{"text": "a"}\n{"other": 1}\n{"text": 3}\n{"text": ["b", "c"]}\nno\n')
+    options = [str(text_file), "--output-prefix", f"{tmp_path}/c"]
+    options += ["--train-tokenizer", "bpe", "--vocab-size", "257"]
+    with pytest.raises(UserError, match=r'text\.jsonl:2: no JSON object with the key "text"'):
+        preprocess.main(options)
+    assert not (tmp_path / "c.idx").exists()
+    preprocess.main([*options, "--on-bad-line", "skip", "--no-eod"])
+    assert "lines skipped  3" in capsys.readouterr().out
+    assert [len(sequence) for sequence in tokens(tmp_path / "c")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenizer", "bytes", "--vocab-size", "9"], "--vocab-size: belongs to"),
+        (["--tokenizer", "bytes", "--save-tokenizer", "x"], "--save-tokenizer: belongs to"),
+        (["--train-tokenizer", "bpe"], "--train-tokenizer: needs the number of ids"),
+        (["--train-tokenizer", "bpe", "--vocab-size", "9"], "vocab_size=9 must be at least 257"),
+        (["--tokenizer", "/nowhere"], "no tokenizer file /nowhere"),
+        (["--tokenizer", "bytes", "--workers", "0"], "workers=0 must be at least 1"),
+        (["--tokenizer", "bytes", "--train-tokenizer", "bpe"], "not allowed with"),
+        ([], "one of the arguments --tokenizer --train-tokenizer is required"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, text_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        preprocess.main([str(text_file), "--output-prefix", f"{tmp_path}/c", *options])
+    assert not (tmp_path / "c.idx").exists()
+
+
+def test_all_wrong_options_at_once(tmp_path: Path) -> None:
+    given = [f"{tmp_path}/a", f"{tmp_path}/b", "--output-prefix", "c", "--train-tokenizer", "bpe"]
+    with pytest.raises(UserError) as error:
+        preprocess.main(given)
+    assert len(str(error.value).splitlines()) == 3
+    assert f"{tmp_path}/a: there is no such file" in str(error.value)
+
+
+def test_inspect_corpus(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "c"
+    preprocess.main([str(text_file), "--output-prefix", str(prefix), "--tokenizer", "bytes"])
+    capsys.readouterr()
+    inspect_command.main([str(prefix), "--verify"])
+    shown = capsys.readouterr().out
+    for line in (
+        "documents          3",
+        "tokens             34, uint16",
+        "tokens a sequence  14 to 20, mean 17.0",
+        f"source             {text_file}, {text_file.stat().st_size} bytes",
+        "verified           both files have the digests of the data card",
+    ):
+        assert line in shown
+    damaged = Path(f"{prefix}.bin")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(UserError, match=r"c\.bin: its digest is not the one of the data card"):
+        inspect_command.main([str(prefix), "--verify"])
+
+
+def test_inspect_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint folder nor"):
+        inspect_command.main([str(tmp_path / "x")])
+    with pytest.raises(UserError, match=r"is not a complete checkpoint: it has no manifest\.json"):
+        inspect_command.main([str(tmp_path)])
+    Path(f"{tmp_path}/half.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no .*half\.idx"):
+        inspect_command.main([f"{tmp_path}/half"])
