@@ -57,9 +57,7 @@ def fit(
     )
     trainer.fit(model, Batches(run), ckpt_path=resume)
     optimizer = trainer.optimizers[0]
-    names = {id(p): name for name, p in model.canonical_parameters().items()}
-    if trainer.strategy.masters is not None:
-        names = {id(p): name for name, p in trainer.strategy.masters.named_masters().items()}
+    names = {id(p): name for name, p in trainer.strategy.update.updated().items()}
     moments = {
         names[id(p)]: {key: torch.as_tensor(value).clone() for key, value in state.items()}
         for p, state in optimizer.state.items()
