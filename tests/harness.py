@@ -262,8 +262,8 @@ def free_port() -> int:
 
 
 def _check_world_size(world_size: int) -> None:
-    if not 1 <= world_size <= 8:
-        raise ValueError(f"world_size={world_size}: the harness runs 1 to 8 ranks")
+    if not 1 <= world_size <= 16:
+        raise ValueError(f"world_size={world_size}: the harness runs 1 to 16 ranks")
 
 
 def _environment(world_size: int) -> dict[str, str]:
