@@ -70,13 +70,17 @@ class LogRecorder:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Shadow `module.log` while the schedule runs."""
+        """Shadow `module.log`, and under a pipeline `module.all_gather`, while the schedule runs."""
         original = self._module.log
         self._module.log = self._recorder(original)  # type: ignore[method-assign]
+        if self._pipelined:
+            self._module.all_gather = _refuse_all_gather  # type: ignore[method-assign]
         try:
             yield
         finally:
             del self._module.log
+            if self._pipelined:
+                del self._module.all_gather
 
     def _recorder(self, original: Callable[..., None]) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,6 +156,14 @@ class LogRecorder:
             )
             self.totals[key] = merge_total(key, self.totals.get(key), weighted_total(key, value, w))
         self._current.clear()
+
+
+def _refuse_all_gather(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "self.all_gather inside a step: under pipeline_parallel_size > 1 only the last stage gets"
+        " behind the network, so the others would never take part; return the tensor, and gather in"
+        " on_train_batch_end or another hook"
+    )
 
 
 def weighted_total(key: LogKey, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

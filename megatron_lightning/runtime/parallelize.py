@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, canonical_name, replicated
+from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.context import apply_context_parallel
@@ -66,7 +67,7 @@ def parallelize(
     if target is None:
         return _replicate(module, mesh, seed=seed)
     network = module.get_submodule(target.attribute)
-    _check_nothing_outside(module, network, target, mesh)
+    raise_if_any(outside_problems(module, network, target))
     if not _on_meta(network):
         network.to(mesh.device)
         share_first_rank_values(network, mesh)
@@ -247,18 +248,22 @@ def share_first_rank_values(module: nn.Module, mesh: ParallelMesh) -> None:
             tensor.data.copy_(values)
 
 
-def _check_nothing_outside(
-    module: LightningModule, network: nn.Module, target: Target, mesh: ParallelMesh
-) -> None:
+def outside_problems(module: LightningModule, network: nn.Module, target: Target) -> list[str]:
+    """Explain which parameters of the module the plan can't know."""
+    prefix = f"{target.attribute}."
     inside = {id(p) for p in network.parameters()}
-    outside = [name for name, p in module.named_parameters() if id(p) not in inside]
-    if outside:
-        raise ValueError(
-            f"{type(module).__name__}: parameters outside of {target.attribute!r}: "
-            f"{outside[:3]}; with a plan all"
-            " parameters must be in the network that it describes, so move them into it and give "
-            "them rows in the plan"
-        )
+    outside = [
+        name
+        for name, p in module.named_parameters()
+        if id(p) not in inside and not name.startswith(prefix)
+    ]
+    if not outside:
+        return []
+    return [
+        f"{type(module).__name__}: parameters outside of {target.attribute!r}: {outside[:3]}; with a"
+        " plan all parameters must be in the network that it describes, so move them into it and"
+        " give them rows in the plan"
+    ]
 
 
 def _on_meta(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
 from megatron_lightning.parallel.context import check_context_parallel
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
-from megatron_lightning.runtime.parallelize import Target, stage_layout
+from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
 from megatron_lightning.strategies.trainer_checks import trainer_problems
@@ -136,6 +136,8 @@ def run_problems(
 def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[str]:
     """What keeps the module from being cut, found on the meta device."""
     config = strategy.config
+    if _is_built_later(strategy, module):
+        return []
     try:
         target = find_target(module, strategy.user_plan)
         if target is None:
@@ -153,11 +155,21 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
         )
         problems += check_context_parallel(network, config)
         problems += recompute_problems(network, target.plan, config.recompute)
-        if config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1:
+        problems += outside_problems(module, network, target)
+        stages = config.pipeline_parallel_size * config.pipeline.virtual_pipeline_size
+        if stages > 1 or config.pipeline.layout is not None:
             stage_layout(network, target.plan, config)
     except ValueError as error:
         return [str(error)]
     return problems
+
+
+def _is_built_later(strategy: MegatronStrategy, module: LightningModule) -> bool:
+    """Whether nothing is known yet of the network that the user's plan describes, since
+    `configure_model` will make it.
+    """
+    named = hasattr(module, "parallel_plan") or hasattr(module, "network_attribute")
+    return strategy.user_plan is not None and not named and not any(True for _ in module.parameters())
 
 
 def _existing_network(module: LightningModule, target: Target) -> nn.Module | None:
