@@ -38,7 +38,8 @@ class ParameterBucket:
     masters: Tensor
     """(elements / shards,) what the optimizer updates: the own part of `data` itself, or a copy."""
     parts: dict[str, Parameter] = field(default_factory=dict)
-    """Flat views of `masters` for each parameter that has elements in it, by name."""
+    """Flat views of `masters` for each parameter that has elements in it, by name (0-dim for a
+    scalar)."""
     grads: Tensor | None = None
     """Host copy of the own part of the gradients, when masters lie in host memory."""
     work: Any = None
@@ -156,7 +157,9 @@ class ParameterShards:
             low, high = slot.own_range
             if low < high:
                 begin = slot.begin + low - start
-                made.parts[slot.name] = Parameter(made.masters[begin : begin + high - low])
+                part = made.masters[begin : begin + high - low]
+                # A scalar stays one: optimizers tell counts from state by their dims.
+                made.parts[slot.name] = Parameter(part if slot.parameter.dim() else part.view(()))
         return made
 
     # ------------------------------------------------------------------ one step
@@ -176,9 +179,9 @@ class ParameterShards:
     def _gradient(self, slot: Slot, part: Parameter) -> Tensor:
         made = self._bucket_of[slot.name]
         if made.grads is None:
-            return slot.own_grad.to(part.dtype)
+            return slot.own_grad.view(part.shape).to(part.dtype)
         begin = part.storage_offset() - made.masters.storage_offset()
-        return made.grads[begin : begin + part.numel()]
+        return made.grads[begin : begin + part.numel()].view(part.shape)
 
     def detach_gradients(self) -> None:
         """Take the parts' gradients away."""
