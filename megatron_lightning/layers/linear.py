@@ -49,6 +49,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held."""
+        sink = self.weight_sink
+        return self._forward(x) if sink is None else sink.run(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         *output_shape, in_features = self.weight.shape
         weight = self.weight.view(-1, in_features)
         bias = None if self.bias is None else self.bias.view(-1)

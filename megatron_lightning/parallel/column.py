@@ -10,6 +10,7 @@ computed (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +32,10 @@ from megatron_lightning.parallel.mesh import MeshAxis
 
 class DefersWeightGradient(Protocol):
     """A place for the factors of a weight's gradient, see `parallel/weight_gradient.py`."""
+
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`forward(x)` of the layer, outside of compiled regions."""
+        ...
 
     def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
         """Keep (..., out) and this rank's part along `dim` of (..., in); False: not now."""
@@ -61,9 +66,7 @@ class ColumnInput:
         """`F.linear` of the whole input: (..., in), (out/tp, in) -> (..., out/tp)."""
         if torch.is_autocast_enabled(x.device.type):  # which casts around each operation of its own
             return F.linear(self(x), weight, bias)
-        if sink is not None:
-            return _not_compiled(x, weight, bias, self.axis, self.sequence_dim, sink)
-        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, None)
+        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, sink)
 
 
 def deferrable_linear(
@@ -72,7 +75,7 @@ def deferrable_linear(
     """`F.linear` whose weight's gradient `sink` may put off: (..., in), (out, in) -> (..., out)."""
     if torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    return _not_compiled(x, weight, bias, _WHOLE, None, sink)
+    return _ColumnLinear.apply(x, weight, bias, _WHOLE, None, sink)
 
 
 _WHOLE = MeshAxis(name="whole")
@@ -119,9 +122,3 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_bias:
             grad_bias = rows.sum(dim=0)
         return None if reduced is None else reduced(), grad_weight, grad_bias, None, None, None
-
-
-# The factors of a weight's gradient that is put off outlive the backward pass, while a compiled
-# pass overwrites its buffers as soon as it is done with them; and it cannot fill a queue. So these
-# layers stay outside of compiled regions, at the price of a graph break.
-_not_compiled: Any = torch.compiler.disable(_ColumnLinear.apply)

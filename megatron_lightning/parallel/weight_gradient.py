@@ -13,7 +13,7 @@ a weight's gradient do not see it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -130,6 +130,16 @@ class WeightGradients:
         self._key = None
 
 
+def _call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x)
+
+
+# The factors of a gradient that is put off outlive the backward pass, while a compiled pass
+# overwrites its buffers as soon as it is done with them; and it cannot fill a queue. So these
+# layers stay outside of compiled regions, at the price of graph breaks.
+_not_compiled: Any = torch.compiler.disable(_call)
+
+
 @dataclass(frozen=True, eq=False)
 class WeightSink:
     """What a linear layer holds to put off its weight's gradient: the queue and its own name."""
@@ -141,6 +151,10 @@ class WeightSink:
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSink:
         """Itself, as the queue."""
         return self
+
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`forward(x)` of the layer, outside of compiled regions."""
+        return _not_compiled(forward, x)
 
     def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
         """Keep (..., out) and (..., in) for later; False if the gradient is wanted now."""
