@@ -132,8 +132,17 @@ def _simulate(
 ) -> SimulationReport | None:
     if layout.pipeline_size == 1:
         return None
-    again = recomputed_share(request, layout)
     weights = stage_weights(request.model, request.seq_length, layout)
+    return _run(request, layout, schedule, weights)
+
+
+def _run(
+    request: PlanRequest,
+    layout: StageLayout,
+    schedule: Sequence[Sequence[Action]],
+    weights: tuple[float, ...] | None,
+) -> SimulationReport:
+    again = recomputed_share(request, layout)
     cost = CostModel(backward=2.0 + again, input_grad=1.0 + again, stage_weight=weights)
     return simulate(
         schedule,
@@ -149,3 +158,11 @@ def stage_weights(model: GPTConfig, seq_length: int, layout: StageLayout) -> tup
     head = 6 * model.vocab_size * model.hidden_size
     layer = (model.flops_per_token(seq_length) - head) / model.num_layers
     return tuple(len(stage.layers) + stage.has_head * head / layer for stage in layout.stages)
+
+
+def ideal_bubble(plan: Plan) -> float:
+    """Bubble of the same schedule if all stages cost the same."""
+    if plan.simulation is None:
+        return 0.0
+    schedule = actions_of(plan.request, plan.layout)
+    return _run(plan.request, plan.layout, schedule, None).bubble_fraction

@@ -209,7 +209,7 @@ def _parser() -> Parser:
     add(
         "--steps",
         type=int,
-        default=150,
+        default=120,
         metavar="N",
         help="optimizer steps, a multiple of 10 (default: 120)",
     )

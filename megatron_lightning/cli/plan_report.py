@@ -1,0 +1,289 @@
+"""A plan as text for people and as plain values for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble, stage_weights
+from megatron_lightning.cli.plan_memory import RESERVED_BYTES, WORKSPACE_BYTES
+from megatron_lightning.cli.plan_request import GIB
+from megatron_lightning.parallel.mesh import rank_lists
+
+AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+
+
+def as_values(plan: Plan) -> dict[str, Any]:
+    """Everything as numbers, strings, lists and dicts. Bytes and operations are of one step."""
+    request, config = plan.request, plan.request.parallel
+    return {
+        "model": {
+            "name": request.model_name,
+            "num_parameters": plan.parameters.total,
+            "flops_per_token": request.model.flops_per_token(request.seq_length),
+            "config": request.model.to_dict(),
+        },
+        "gpus": request.gpus,
+        "gpus_per_node": request.gpus_per_node,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "data_parallel_size": request.data_parallel_size,
+        "layout": dataclasses.asdict(config),
+        "seq_length": request.seq_length,
+        "micro_batch_size": request.micro_batch_size,
+        "global_batch_size": request.batch_size,
+        "num_microbatches": request.num_microbatches,
+        "precision": request.precision,
+        "mesh": {"axes": axes_of(plan), "ranks": coordinates(plan)},
+        "layers_per_stage": plan.layers_per_stage,
+        "stages": stages_of(plan),
+        "memory": {
+            "ranks": [
+                {"pipeline_rank": rank.rank, **dataclasses.asdict(rank.memory)}
+                | {"peak": rank.memory.peak, "num_parameters": rank.num_parameters}
+                for rank in plan.ranks
+            ],
+            "peak_bytes": plan.peak_bytes,
+            "outside_of_allocator_bytes": RESERVED_BYTES,
+            "gpu_bytes": request.hardware.memory_bytes,
+            "fits": plan.fits,
+        },
+        "flops": {
+            "model_per_step": plan.model_flops,
+            "hardware_per_step": plan.hardware_flops,
+            "model_per_step_per_gpu": plan.model_flops / request.gpus,
+        },
+        "communication_bytes": [
+            {"pipeline_rank": rank.rank, **dataclasses.asdict(rank.traffic)} for rank in plan.ranks
+        ],
+        "pipeline": {
+            "schedule": config.pipeline.schedule,
+            "bubble_fraction": plan.bubble,
+            "bubble_fraction_equal_stages": ideal_bubble(plan),
+            "peak_live_activations": [rank.peak_live for rank in plan.ranks],
+        },
+        "notes": notes_of(plan),
+    }
+
+
+def axes_of(plan: Plan) -> list[dict[str, Any]]:
+    """Each axis of the mesh: size, the first group's ranks, and whether a group spans nodes."""
+    order = tuple(plan.request.parallel.runtime.axis_order)
+    rows = []
+    for name in reversed(order):
+        groups = rank_lists(plan.sizes, order, [name])
+        spans = max(len({rank // plan.request.gpus_per_node for rank in g}) for g in groups)
+        rows.append(
+            {
+                "axis": name,
+                "name": AXES[name],
+                "size": plan.sizes[name],
+                "groups": len(groups),
+                "first_group": list(groups[0]),
+                "nodes_of_a_group": spans,
+            }
+        )
+    return rows
+
+
+def coordinates(plan: Plan) -> list[dict[str, int]]:
+    """Node and place on every axis of each global rank."""
+    order = tuple(plan.request.parallel.runtime.axis_order)
+    rows = [{"rank": r, "node": r // plan.request.gpus_per_node} for r in range(plan.request.gpus)]
+    for name in order:
+        for group in rank_lists(plan.sizes, order, [name]):
+            for place, rank in enumerate(group):
+                rows[rank][name] = place
+    return rows
+
+
+def stages_of(plan: Plan) -> list[dict[str, Any]]:
+    """Each virtual stage in the order of the forward: who holds it, what is in it, its cost."""
+    layout = plan.layout
+    costs = stage_weights(plan.request.model, plan.request.seq_length, layout)
+    rows = []
+    for stage, cost in zip(layout.stages, costs, strict=True):
+        rank, chunk = layout.placement.owner(stage.stage)
+        rows.append(
+            {
+                "stage": stage.stage,
+                "pipeline_rank": rank,
+                "chunk": chunk,
+                "layers": list(stage.layers),
+                "embedding": stage.has_embedding,
+                "head": stage.has_head,
+                "cost_in_layers": round(cost, 3),
+            }
+        )
+    return rows
+
+
+def notes_of(plan: Plan) -> list[str]:
+    """What a reader should know or might change."""
+    request, config = plan.request, plan.request.parallel
+    notes = []
+    if request.global_batch_size is None:
+        notes.append(
+            f"no global_batch_size given: {request.batch_size} samples assumed, 4 micro-batches for"
+            " each pipeline stage"
+        )
+    limit = request.model.max_position_embeddings
+    if request.seq_length > limit:
+        notes.append(f"seq_length={request.seq_length} is above max_position_embeddings={limit}")
+    if config.tensor_parallel_size > 1 and not config.sequence_parallel:
+        notes.append("sequence_parallel is off: norms and residuals are kept on every tensor rank")
+    if config.tensor_parallel_size > request.gpus_per_node:
+        notes.append("tensor groups span nodes: every layer waits for the network")
+    weights = stage_weights(request.model, request.seq_length, plan.layout)
+    mean = sum(weights) / len(weights)
+    if len(weights) > 1 and max(weights) > 1.1 * mean:
+        head = weights[-1] - len(plan.layout.stages[-1].layers)
+        notes.append(
+            f"stages are unequal: the dearest costs {max(weights) / mean:.2f} times the mean; the"
+            f" head costs {head:.2f} layers (pipeline.head_cost={config.pipeline.head_cost})"
+        )
+    if any(request.model.window_of(i) for i in range(request.model.num_layers)):
+        notes.append("activations of sliding-window layers are approximate")
+    if config.data_parallel.sharding == "none" and request.data_parallel_size > 1:
+        notes.append(
+            "optimizer state is whole on every data rank; data_parallel.sharding='optimizer'"
+            " shares it out"
+        )
+    return notes
+
+
+# -------------------------------------------------------------------- text
+
+
+def as_text(plan: Plan) -> str:
+    """The whole plan as a page."""
+    return "\n\n".join(
+        [_head(plan), _mesh(plan), _stages(plan), _memory(plan), _traffic(plan), _foot(plan)]
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns aligned, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [all(_is_number(row[i]) for row in cells[1:]) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(".", "").replace(",", "").replace("-", "").isdigit() or cell == ""
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB."""
+    return f"{count / GIB:.2f}"
+
+
+def _head(plan: Plan) -> str:
+    request, config = plan.request, plan.request.parallel
+    sizes = (
+        f"tensor_parallel_size={config.tensor_parallel_size}"
+        f" x pipeline_parallel_size={config.pipeline_parallel_size}"
+        f" x context_parallel_size={config.context_parallel_size}"
+        f" x data_parallel_size={request.data_parallel_size}"
+    )
+    batch = (
+        f"seq_length={request.seq_length}, micro_batch_size={request.micro_batch_size},"
+        f" global_batch_size={request.batch_size}: {request.num_microbatches} micro-batches a rank"
+    )
+    return "\n".join(
+        [
+            f"{request.model_name}: {plan.parameters.total:,} parameters, {request.precision}",
+            f"{request.gpus} GPUs ({request.hardware.name}, {request.gpus_per_node} a node) ="
+            f" {sizes}",
+            batch,
+            f"layers of the stages: {'+'.join(map(str, plan.layers_per_stage))}",
+        ]
+    )
+
+
+def _mesh(plan: Plan) -> str:
+    rows = [
+        (
+            f"{row['name']} ({row['axis']})",
+            row["size"],
+            row["groups"],
+            _shortened(row["first_group"]),
+            "one node" if row["nodes_of_a_group"] == 1 else f"{row['nodes_of_a_group']} nodes",
+        )
+        for row in axes_of(plan)
+    ]
+    return "Mesh\n" + table(("axis", "size", "groups", "ranks of the first", "within"), rows)
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    shown = ranks if len(ranks) <= 8 else [*ranks[:4], "...", ranks[-1]]
+    return " ".join(map(str, shown))
+
+
+def _stages(plan: Plan) -> str:
+    rows = []
+    for row in stages_of(plan):
+        layers = row["layers"]
+        span = f"{layers[0]}-{layers[-1]}" if layers else "none"
+        ends = [word for word in ("embedding", "head") if row[word]]
+        place = (row["stage"], row["pipeline_rank"], row["chunk"])
+        rows.append((*place, len(layers), span, " ".join(ends), f"{row['cost_in_layers']:.2f}"))
+    header = ("stage", "pipeline rank", "chunk", "layers", "which", "and", "cost in layers")
+    return "Stages\n" + table(header, rows)
+
+
+def _memory(plan: Plan) -> str:
+    rows = []
+    for rank in plan.ranks:
+        m = rank.memory
+        parts = (m.parameters, m.gradients, m.optimizer, m.activations, m.buffers, m.peak, m.host)
+        rows.append((rank.rank, f"{rank.num_parameters:,}", rank.peak_live, *map(gib, parts)))
+    header = (
+        "pipeline rank",
+        "parameters held",
+        "live",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "buffers",
+        "peak",
+        "CPU",
+    )
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    return (
+        "Memory of a rank, GiB\n"
+        + table(header, rows)
+        + f"\n{verdict}: {gib(plan.peak_bytes)} at the peak and {gib(RESERVED_BYTES)} outside of"
+        f" torch's allocator, of {gib(plan.request.hardware.memory_bytes)}"
+        f" (buffers count {gib(WORKSPACE_BYTES)} of workspaces)"
+    )
+
+
+def _traffic(plan: Plan) -> str:
+    rows = [
+        (rank.rank, *(gib(value) for value in dataclasses.astuple(rank.traffic)))
+        for rank in plan.ranks
+    ]
+    header = ("pipeline rank", "tensor", "pipeline", "context", "data")
+    return "Communication: GiB that a rank sends in a step\n" + table(header, rows)
+
+
+def _foot(plan: Plan) -> str:
+    lines = [
+        f"Operations of a step: {plan.model_flops:.4g} FLOPs ({plan.model_flops / plan.request.gpus:.4g}"
+        f" a GPU); with recompute {plan.hardware_flops:.4g}",
+        f"Pipeline: {plan.request.parallel.pipeline.schedule}, bubble {plan.bubble:.1%} of the time"
+        f" ({ideal_bubble(plan):.1%} with equal stages)",
+    ]
+    return "\n".join(lines + [f"Note: {note}" for note in notes_of(plan)])
