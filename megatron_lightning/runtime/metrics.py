@@ -70,7 +70,7 @@ class LogRecorder:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Shadow `module.log`, and under a pipeline `module.all_gather`, while the schedule runs."""
+        """Shadow `module.log`, under a pipeline also `all_gather`, while the schedule runs."""
         original = self._module.log
         self._module.log = self._recorder(original)  # type: ignore[method-assign]
         if self._pipelined:
@@ -194,7 +194,7 @@ def value_of(key: LogKey, total: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def silence_advice_to_reduce() -> None:
-    """Lightning advises `sync_dist=True` for epoch values; what is logged here is reduced already."""
+    """Lightning advises `sync_dist=True` for epoch values; what is logged here is reduced."""
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
 
 

@@ -107,9 +107,7 @@ def parallelize(
         table |= {
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }
-        apply_recompute(
-            chunk, target.plan, config.recompute, streams=streams, device=mesh.device
-        )
+        apply_recompute(chunk, target.plan, config.recompute, streams=streams, device=mesh.device)
         if config.runtime.compile_layers:
             _compile_layers(chunk, target.plan)
     _share_tied_within_rank(chunks, target.plan)
@@ -260,8 +258,8 @@ def outside_problems(module: LightningModule, network: nn.Module, target: Target
     if not outside:
         return []
     return [
-        f"{type(module).__name__}: parameters outside of {target.attribute!r}: {outside[:3]}; with a"
-        " plan all parameters must be in the network that it describes, so move them into it and"
+        f"{type(module).__name__}: parameters outside of {target.attribute!r}: {outside[:3]}; with"
+        " a plan all parameters must be in the network that it describes, so move them into it and"
         " give them rows in the plan"
     ]
 

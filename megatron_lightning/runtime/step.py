@@ -235,7 +235,6 @@ class _Stage(StageRunner):
             return None
         return loss * weight.to(loss.dtype)
 
-
     def _has_no_gradient(self, batch: MicroBatch, loss: Tensor, weight: Tensor) -> bool:
         """Whether the loss is a 0/0 whose gradient isn't a number either, and may be left out.
 

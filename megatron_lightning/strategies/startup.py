@@ -169,7 +169,8 @@ def _is_built_later(strategy: MegatronStrategy, module: LightningModule) -> bool
     `configure_model` will make it.
     """
     named = hasattr(module, "parallel_plan") or hasattr(module, "network_attribute")
-    return strategy.user_plan is not None and not named and not any(True for _ in module.parameters())
+    has_parameters = any(True for _ in module.parameters())
+    return strategy.user_plan is not None and not named and not has_parameters
 
 
 def _existing_network(module: LightningModule, target: Target) -> nn.Module | None:
