@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning import MegatronStrategy
 from megatron_lightning.config import ParallelPlan, replicated
+from megatron_lightning.runtime.batch import MicroBatches
 from tests import tolerances
 from tests.harness import RankError, run_ranks_fresh
-from megatron_lightning.runtime.batch import MicroBatches
 from tests.layout_runs import Batches, Recorder, Run, assert_same_training, global_batch
 from tests.user_modules import (
     Classifier,
