@@ -92,8 +92,7 @@ def show(exception: BaseException, rank: int) -> None:
         return
     silence_reported()
     mark_reported(exception)
-    if not isinstance(exception, SystemExit) or exception.code:
-        say(traceback_of(exception, rank))
+    say(traceback_of(exception, rank))
 
 
 def silence_reported() -> None:

@@ -227,9 +227,10 @@ class ForkLauncher(_Launcher):
         first = next((f for f in self._failures if not f.secondary), self._failures[0])
         if first.interrupted or self._stopping == signal.SIGINT:
             raise KeyboardInterrupt
-        if isinstance(first.exception, SystemExit):
+        exits = isinstance(first.exception, SystemExit)
+        if exits and first.exception.code:
             say(first.text)
-        if not first.text or is_quiet(first.exception) or isinstance(first.exception, SystemExit):
+        if not first.text or exits or is_quiet(first.exception):
             raise first.exception
         raise first.exception from RankFailure(first.rank, f"\n{first.text}")
 

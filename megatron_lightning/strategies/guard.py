@@ -67,13 +67,18 @@ class RunGuard(Callback):
         set_exit_status(exception)
         if self._lifeline is None:
             return
-        reason = failure.reason_of(exception)
         broken = failure.is_broken_connection(exception)
+        report = Report(
+            rank=self._rank,
+            reason=failure.reason_of(exception),
+            kind="" if broken else type(exception).__name__,
+            step=self._trainer.global_step,
+        )
         news = self._lifeline.news(_BROKEN_NEWS_SECONDS) if broken else None
-        self._lifeline.report(reason, self._trainer.global_step)
+        self._lifeline.report(report)
         if not broken and not self._signals.agreed:
             news = self._lifeline.news(_NEWS_SECONDS)
-            if news is not None and news.reason != reason:
+            if news is not None and news.kind != report.kind:
                 news = None  # a failure of its own, to be shown whole
         self.secondary = news is not None
         if isinstance(exception, SystemExit) and not exception.code and not self.all_ranks_end():
@@ -81,10 +86,12 @@ class RunGuard(Callback):
         self._show(exception, news)
 
     def _show(self, exception: BaseException, news: Report | None) -> None:
+        if self._signals.agreed or (isinstance(exception, SystemExit) and not exception.code):
+            return
         if news is not None:
             failure.mark_reported(exception)
             failure.say(describe_peer(self._rank, news))
-        elif not self._signals.agreed:
+        else:
             failure.show(exception, self._rank)
 
     def all_ranks_end(self) -> bool:

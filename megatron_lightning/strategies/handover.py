@@ -152,6 +152,8 @@ class _Unpickler(pickle.Unpickler):
 
 def picklable(exception: BaseException, rank: int) -> BaseException:
     """The exception itself if it survives a pipe, else a RankFailure that names it."""
+    if isinstance(exception, SystemExit):
+        return SystemExit(exception.code)
     try:
         copy = pickle.loads(pickle.dumps(exception))
     except Exception:  # whatever a foreign class raises

@@ -39,6 +39,8 @@ class Report:
     rank: int
     reason: str
     """One line, e.g. `ValueError: boom`."""
+    kind: str = ""
+    """Type of the exception; empty for what only follows from another rank's failure."""
     step: int = -1
     """Optimizer steps that it had done."""
 
@@ -54,7 +56,7 @@ class Lifeline:
         self._changed = threading.Condition()
         self._reports: dict[int, Report] = {}
         self._alike = False
-        self._news: Report | None = None
+        self._first: Report | None = None
         self._over = threading.Event()
         self._left: set[int] = set()
         self._world_size = len(peers) + 1
@@ -81,9 +83,8 @@ class Lifeline:
 
     # ------------------------------------------------------------------ what a rank says and asks
 
-    def report(self, reason: str, step: int) -> None:
-        """Tell all ranks that this one ends because of `reason`. Only the first word counts."""
-        report = Report(rank=self._rank, reason=reason, step=step)
+    def report(self, report: Report) -> None:
+        """Tell all ranks why this one ends. Only the first word counts."""
         if self._rank == 0:
             self._take(report)
         else:
@@ -92,13 +93,14 @@ class Lifeline:
             self._send(0, report=asdict(report))
 
     def news(self, seconds: float) -> Report | None:
-        """The first failure of another rank, waiting up to `seconds` for it."""
+        """The report that came first, if it is another rank's, waiting up to `seconds` for it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._news is not None, seconds)
-            return self._news
+            self._changed.wait_for(lambda: self._first is not None, seconds)
+            first = self._first
+        return None if first is None or first.rank == self._rank else first
 
     def all_alike(self, seconds: float) -> bool:
-        """Whether all ranks report the same reason at the same step within `seconds`."""
+        """Whether all ranks report the same kind at the same step within `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._alike, seconds)
 
@@ -132,37 +134,44 @@ class Lifeline:
     def _hear(self, peer: int, message: dict[str, Any]) -> None:
         if "report" in message:
             self._take(Report(**message["report"]))
+        if "first" in message:
+            self._set_first(Report(**message["first"]))
         if message.get("alike"):
             self._set_alike()
         if message.get("bye"):
             self._left.add(peer)
 
     def _gone(self, peer: int) -> None:
-        if peer not in self._left and peer not in self._reports and not self._over.is_set():
-            self._take(Report(rank=peer, reason=_GONE))
+        if peer in self._left or peer in self._reports or self._over.is_set():
+            return
+        report = Report(rank=peer, reason=_GONE)
+        self._take(report) if self._rank == 0 else self._set_first(report)
 
     def _take(self, report: Report) -> None:
-        """Note a report; on rank 0 also pass it on."""
+        """On rank 0: note a report, and tell all ranks which one came first."""
         with self._changed:
             if report.rank in self._reports:
                 return
-            first = not self._reports
             self._reports[report.rank] = report
-            alike = len(self._reports) == self._world_size and (
-                len({(known.reason, known.step) for known in self._reports.values()}) == 1
-            )
-            if self._news is None and report.rank != self._rank:
-                self._news = report
-                threading.Thread(target=self._end_soon, daemon=True).start()
-            self._changed.notify_all()
-        if self._rank == 0:
-            for peer in self._peers:
-                if first and peer != report.rank:
-                    self._send(peer, report=asdict(report))
+            first = len(self._reports) == 1
+            kinds = {(known.kind, known.step) for known in self._reports.values()}
+            alike = len(self._reports) == self._world_size and len(kinds) == 1 and report.kind
+        if first:
+            self._set_first(report)
+        for peer in self._peers:
+            if first:
+                self._send(peer, first=asdict(report))
             if alike:
-                self._set_alike()
-                for peer in self._peers:
-                    self._send(peer, alike=True)
+                self._send(peer, alike=True)
+        if alike:
+            self._set_alike()
+
+    def _set_first(self, report: Report) -> None:
+        with self._changed:
+            known, self._first = self._first, self._first or report
+            self._changed.notify_all()
+        if report.rank != self._rank and (known is None or known.rank == self._rank):
+            threading.Thread(target=self._end_soon, args=(report,), daemon=True).start()
 
     def _set_alike(self) -> None:
         with self._changed:
@@ -173,16 +182,15 @@ class Lifeline:
         with contextlib.suppress(OSError):  # it is gone; its own connection tells
             self._peers[peer].sendall(json.dumps(message).encode() + b"\n")
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, news: Report) -> None:
         """End this process unless its main thread leaves the run in time."""
-        assert self._news is not None
         if self._over.wait(GRACE_SECONDS):
             return
         with self._changed:
             busy = self._rank in self._reports
         if busy and self._over.wait(BUSY_SECONDS):
             return
-        print(describe_peer(self._rank, self._news), file=sys.stderr)
+        print(describe_peer(self._rank, news), file=sys.stderr)
         self.before_leaving()
         leave_at_once()
 
