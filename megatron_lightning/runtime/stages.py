@@ -228,7 +228,10 @@ def _owners(network: nn.Module, plan: ParallelPlan) -> dict[str, Owner | None]:
     roots: dict[str, Owner] = {
         prefix + name: number for number, name in enumerate(layer_names(network, plan))
     }
-    roots |= dict.fromkeys(plan.first, FIRST) | dict.fromkeys(plan.last, LAST)
+    for path in plan.first:
+        roots[path] = FIRST
+    for path in plan.last:
+        roots[path] = LAST
 
     def owner(name: str) -> Owner | None:
         parts = name.split(".")
