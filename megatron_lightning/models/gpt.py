@@ -19,7 +19,7 @@ from megatron_lightning.layers.torch_backend import AttentionKernel, TorchBacken
 from megatron_lightning.models.generate import Sampling, generate
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.module import MegatronModule
-from megatron_lightning.models.plans import check_tensor_parallel, gpt_plan
+from megatron_lightning.models.plans import check_context_heads, check_tensor_parallel, gpt_plan
 from megatron_lightning.models.presets import preset_config
 from megatron_lightning.optim.build import build_optimizer
 from megatron_lightning.optim.schedules import build_schedule
@@ -81,6 +81,7 @@ class GPTModel(MegatronModule):
     def check_parallel(self, config: ParallelConfig) -> list[str]:
         """What the layout can't do with this model, before anything is started."""
         problems = check_tensor_parallel(self.config, config.tensor_parallel_size)
+        problems += check_context_heads(self.config, config)
         dropout = self.config.attention_dropout
         if config.runtime.exact_dropout and dropout > 0 and self.attention != "reference":
             problems.append(

@@ -10,6 +10,7 @@ that are split, so each rank has a part (PARTIAL).
 from __future__ import annotations
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import (
     Gradient,
     ParallelPlan,
@@ -70,6 +71,23 @@ def gpt_plan(config: GPTConfig) -> ParallelPlan:
         last=("decoder.final_layernorm", "output_layer"),
         tied=((WORD_EMBEDDINGS, OUTPUT_LAYER),) if config.tie_word_embeddings else (),
     )
+
+
+def check_context_heads(config: GPTConfig, parallel: ParallelConfig) -> list[str]:
+    """Heads that an all-to-all of the context layout can't share out, as explained sentences."""
+    size, forms = parallel.context_parallel_size, parallel.context.forms
+    exchanging = {"all_to_all": size, "hierarchical": parallel.context.inner_of(size)}
+    problems = []
+    for form, ranks in exchanging.items():
+        groups, rest = divmod(config.num_query_groups, parallel.tensor_parallel_size)
+        if form in forms and size > 1 and rest == 0 and groups % ranks:
+            problems.append(
+                f"context form {form!r}: all_to_all over {ranks} ranks can't share out the key/value"
+                f" heads of a tensor rank, num_query_groups={config.num_query_groups} /"
+                f" tensor_parallel_size={parallel.tensor_parallel_size} = {groups}; use ring or"
+                f" all_gather, or a size that divides {groups}"
+            )
+    return problems
 
 
 def check_tensor_parallel(config: GPTConfig, tensor_parallel_size: int) -> list[str]:

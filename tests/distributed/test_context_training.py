@@ -1,16 +1,30 @@
-"""The same training over context ranks: losses, norms, gradients and weights against one process."""
+"""The same training over context ranks: losses, norms, gradients, weights against one process."""
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_lightning.config import ContextConfig, GPTConfig, RuntimeConfig
-from tests.harness import run_ranks_fresh
-from tests.layout_runs import SEQUENCE, Run, assert_same_training, tiny_config, train
+from megatron_lightning.models import GPTModel
+from tests import tolerances
+from tests.distributed.test_resume import fit
+from tests.harness import RankError, run_ranks_fresh
+from tests.layout_runs import (
+    SEQUENCE,
+    Batches,
+    Run,
+    assert_same_training,
+    global_batch,
+    make_strategy,
+    tiny_config,
+    train,
+)
 
 FORMS = {
     "ring": ContextConfig(form="ring"),
@@ -74,12 +88,17 @@ BATCHES = {"even": None, "odd": odd_batch, "packed": packed_batch, "packed_alike
 
 
 def run_of(model: str, batches: str = "even", **changes: Any) -> Run:
-    return Run(config=MODELS[model], make_batch=BATCHES[batches], **changes)
+    options: dict[str, Any] = dict(steps=3, keep_gradients=(0, 1, 2))
+    return Run(config=MODELS[model], make_batch=BATCHES[batches], **options, **changes)
 
 
 @functools.cache
 def single(model: str, batches: str = "even") -> dict[str, Any]:
     return run_ranks_fresh(train, 1, run_of(model, batches))[0]
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def over_ranks(size: int, form: str, **others: Any) -> dict[str, Any]:
@@ -98,17 +117,34 @@ def test_four_ranks(form: str) -> None:
     assert_same_training(run_ranks_fresh(train, 4, run), single("multi_head"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("batches", ["odd", "packed", "packed_alike"])
-@pytest.mark.parametrize("model", ["tied_learned", "windows"])
+@pytest.mark.parametrize(
+    ("model", "batches", "form"),
+    [
+        ("windows", "packed", "ring"),
+        ("windows", "packed", "by_layer"),
+        ("tied_learned", "odd", "ring"),
+        ("tied_learned", "packed_alike", "all_gather"),
+        slow("windows", "packed", "all_gather"),
+        slow("windows", "packed", "hierarchical"),
+        slow("windows", "odd", "all_to_all"),
+        slow("tied_learned", "odd", "all_gather"),
+        slow("tied_learned", "packed", "ring"),
+    ],
+)
 def test_windows_packing_and_odd_lengths(model: str, batches: str, form: str) -> None:
     run = run_of(model, batches, layout=over_ranks(4, form))
     assert_same_training(run_ranks_fresh(train, 4, run), single(model, batches))
 
 
-@pytest.mark.parametrize("form", ["ring", "all_to_all"])
-@pytest.mark.parametrize("normalization", ["token", "micro_batch"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "normalization", "form"),
+    [
+        (2, "token", "ring"),
+        (2, "micro_batch", "ring"),
+        (4, "micro_batch", "all_to_all"),
+        slow(4, "token", "all_to_all"),
+    ],
+)
 def test_one_label_in_a_sequence(size: int, normalization: str, form: str) -> None:
     """Loss and gradients as with one process, in both normalisations (C04)."""
     options = dict(
@@ -121,3 +157,143 @@ def test_one_label_in_a_sequence(size: int, normalization: str, form: str) -> No
     alone = run_ranks_fresh(train, 1, Run(layout=dict(micro_batch_size=2), **options))[0]
     run = Run(layout=over_ranks(size, form, micro_batch_size=2), **options)
     assert_same_training(run_ranks_fresh(train, size, run), alone)
+
+
+JOINED: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2_sp_cp2": (4, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2_cp2": (4, dict(pipeline_parallel_size=2, micro_batch_size=2)),
+    "pp2_interleaved_cp2": (4, dict(pipeline_parallel_size=2, virtual=2, micro_batch_size=2)),
+    "cp2_dp2": (4, dict(micro_batch_size=2)),
+    "tp2_sp_pp2_cp2": (
+        8,
+        dict(
+            tensor_parallel_size=2,
+            sequence_parallel=True,
+            pipeline_parallel_size=2,
+            micro_batch_size=2,
+        ),
+    ),
+    "tp2_sp_cp2_dp2": (8, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "pp2_cp2_dp2": (8, dict(pipeline_parallel_size=2, micro_batch_size=1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [
+        ("tp2_sp_cp2", "ring"),
+        ("tp2_sp_cp2", "all_gather"),
+        ("pp2_cp2", "ring"),
+        ("tp2_sp_pp2_cp2", "ring"),
+        slow("pp2_interleaved_cp2", "ring"),
+        slow("cp2_dp2", "all_gather"),
+        slow("tp2_sp_cp2_dp2", "ring"),
+        slow("pp2_cp2_dp2", "all_to_all"),
+    ],
+)
+def test_with_other_axes(layout: str, form: str) -> None:
+    world_size, options = JOINED[layout]
+    run = run_of("tied_learned", layout=over_ranks(2, form, **options))
+    assert_same_training(run_ranks_fresh(train, world_size, run), single("tied_learned"))
+
+
+@pytest.mark.slow
+def test_all_axes_at_16_ranks() -> None:
+    options = JOINED["tp2_sp_pp2_cp2"][1]
+    run = run_of("tied_learned", "odd", layout=over_ranks(2, "ring", **options))
+    ranks = run_ranks_fresh(train, 16, run, timeout=280)
+    assert_same_training(ranks, single("tied_learned", "odd"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "attention_dropout"),
+    [("cp2", 0.1), ("tp2_sp_cp2", 0.0), slow("tp2_sp_pp2_cp2", 0.1)],
+)
+def test_exact_dropout(layout: str, attention_dropout: float) -> None:
+    world_size, options = JOINED.get(layout, (2, {}))
+    runtime = RuntimeConfig(exact_dropout=True)
+    run = Run(
+        config=tiny_config(hidden_dropout=0.1, attention_dropout=attention_dropout),
+        layout=over_ranks(2, "all_gather" if attention_dropout else "ring", **options)
+        | {"runtime": runtime},
+        attention="reference",
+        steps=3,
+        keep_gradients=(0, 2),
+    )
+    alone = dataclasses.replace(run, layout={"runtime": runtime})
+    assert_same_training(
+        run_ranks_fresh(train, world_size, run), run_ranks_fresh(train, 1, alone)[0]
+    )
+
+
+def predict(rank: int, world_size: int, run: Run) -> list[Tensor]:
+    trainer = L.Trainer(
+        strategy=make_strategy(run.layout),
+        accelerator="cpu",
+        devices=world_size,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    batches = [global_batch(run, index) for index in range(2)]
+    return trainer.predict(GPTModel(run.config), TokenList(batches))
+
+
+class TokenList(list[Any]):
+    """Batches that are there already; every rank reads all of them."""
+
+
+@pytest.mark.parametrize("batches", ["odd", "packed"])
+def test_predictions_are_those_of_whole_sequences(batches: str) -> None:
+    alone = run_ranks_fresh(predict, 1, run_of("grouped", batches))[0]
+    run = run_of("grouped", batches, layout=over_ranks(2, "ring", micro_batch_size=4))
+    for rank in run_ranks_fresh(predict, 2, run):
+        for got, want in zip(rank, alone, strict=True):
+            assert got.shape == want.shape
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpoints_move_between_context_sizes(tmp_path: Path) -> None:
+    options = dict(config=MODELS["multi_head"], make_batch=odd_batch)
+    run = Run(layout=over_ranks(2, "ring"), **options)
+    whole = run_ranks_fresh(fit, 2, run, str(tmp_path / "whole"), 6, None)[0]
+    saved = str(tmp_path / "whole" / "step=3.ckpt")
+    for size in (1, 4):
+        run = Run(layout=over_ranks(size, "hierarchical") if size > 1 else {}, **options)
+        ranks = run_ranks_fresh(fit, size, run, str(tmp_path / str(size)), 6, saved)
+        assert ranks[0]["rates"] == whole["rates"][3:]
+        for step, (got, want) in enumerate(
+            zip(ranks[0]["losses"], whole["losses"][3:], strict=True)
+        ):
+            tolerances.assert_loss_close(got, want, step)
+
+
+class WithWeights(Batches):
+    """Adds a field that the table doesn't know."""
+
+    def _loader(self, batches: int) -> Any:
+        return TokenList(
+            global_batch(self.run, index) | {"quality": torch.rand(8, SEQUENCE)}
+            for index in range(batches)
+        )
+
+
+def fit_unknown_field(rank: int, world_size: int, run: Run) -> None:
+    trainer = L.Trainer(
+        strategy=make_strategy(run.layout),
+        accelerator="cpu",
+        devices=world_size,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_steps=1,
+    )
+    trainer.fit(GPTModel(run.config), WithWeights(run))
+
+
+def test_an_unknown_field_is_named() -> None:
+    run = run_of("grouped", layout=over_ranks(2, "ring"))
+    with pytest.raises(RankError, match=r"batch\['quality'\].*sequence_dims=\{'quality': 1\}"):
+        run_ranks_fresh(fit_unknown_field, 2, run)
+    known = over_ranks(2, "ring", sequence_dims={"quality": 1})
+    run_ranks_fresh(fit_unknown_field, 2, run_of("grouped", layout=known))
