@@ -15,7 +15,8 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 
-import megatron_lightning.checkpoint as store
+from megatron_lightning.checkpoint import CheckpointError
+from megatron_lightning.checkpoint.checks import open_checkpoint
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
@@ -198,10 +199,12 @@ def check_checkpoint_path(path: Any) -> list[str]:
             f"ckpt_path={str(path)!r}: there is no such file or folder; give the path of a "
             f"checkpoint folder, or None to start afresh"
         ]
-    if not store.is_checkpoint(path):
+    try:
+        open_checkpoint(path)
+    except (CheckpointError, OSError) as error:
         return [
             f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
-            f"that MegatronStrategy has saved"
+            f"that MegatronStrategy has saved ({error})"
         ]
     return []
 
@@ -248,11 +251,11 @@ def claim(module: LightningModule, strategy: MegatronStrategy) -> None:
     """Note that `strategy` cuts `module`; ValueError when another strategy has cut it into parts
     before.
     """
-    owner = vars(module).get(_OWNER)
-    parts = 1
-    if owner is not None and owner is not strategy:
-        parts = owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size
-    if parts > 1:
+    owner: MegatronStrategy | None = vars(module).get(_OWNER)
+    is_cut = owner is not None and (
+        owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size > 1
+    )
+    if owner is not None and owner is not strategy and is_cut:
         raise ValueError(
             f"{type(module).__name__} was cut for {owner.mesh.describe()} by another strategy of "
             f"this process; make a new"
