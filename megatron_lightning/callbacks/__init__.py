@@ -1,5 +1,6 @@
 """Callbacks that know the strategy of this package. All are optional."""
 
 from megatron_lightning.callbacks.sanity import Finding, SanityChecks, SanityError
+from megatron_lightning.callbacks.timeline import StepTimeline
 
-__all__ = ["Finding", "SanityChecks", "SanityError"]
+__all__ = ["Finding", "SanityChecks", "SanityError", "StepTimeline"]

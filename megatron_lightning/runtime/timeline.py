@@ -31,9 +31,9 @@ class Category(StrEnum):
     WAIT = "wait"
     """Waiting for what another pipeline stage sends."""
     COLLECTIVE = "collective"
-    """Reducing gradients, losses and norms."""
+    """Reducing gradients, losses and logged numbers, as far as the rank has to wait for it."""
     OPTIMIZER = "optimizer"
-    """Clipping, the optimizer's step, and all that Lightning does there."""
+    """Norm of the gradients, clipping, the optimizer's step, and Lightning's hooks there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ class Span:
         return self.end - self.begin
 
 
+Mark = float | torch.cuda.Event
+"""A moment of a timeline's clock."""
+
+
 class Timeline:
     """Records one rank's step, from its construction to ``spans``."""
 
@@ -70,11 +74,21 @@ class Timeline:
         self, category: Category, what: Action | str, stage: int | None = None
     ) -> Iterator[None]:
         """Record what happens inside; spans may lie in each other, of which the outer counts."""
-        begin = self._clock.mark()
+        begin = self.mark()
         try:
             yield
         finally:
-            self._raw.append((category, what, stage, begin, self._clock.mark()))
+            self.add(category, what, begin, stage)
+
+    def mark(self) -> Mark:
+        """This moment, as the begin of a span that ``add`` will end."""
+        return self._clock.mark()
+
+    def add(
+        self, category: Category, what: Action | str, begin: Mark, stage: int | None = None
+    ) -> None:
+        """Record a span from ``begin`` until now."""
+        self._raw.append((category, what, stage, begin, self._clock.mark()))
 
     def spans(self) -> list[Span]:
         """Everything recorded, by begin. On CUDA it waits until the device is idle."""
@@ -101,7 +115,6 @@ def span(
 
 
 _NO_SPAN = nullcontext()
-Mark = float | torch.cuda.Event
 
 
 class _WallClock:

@@ -142,6 +142,13 @@ class MegatronStrategy(MeshStrategy):
         return self._parallel
 
     @property
+    def step_runner(self) -> StepRunner:
+        """What runs this rank's steps; RuntimeError before setup."""
+        if self._runner is None:
+            raise RuntimeError("strategy.step_runner: the model is cut in Trainer.fit, not before")
+        return self._runner
+
+    @property
     def masters(self) -> MasterParameters | None:
         """Masters of whole low-precision weights while fitting, else None."""
         return None if self._update is None else self._update.masters

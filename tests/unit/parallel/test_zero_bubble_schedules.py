@@ -1,10 +1,13 @@
 """Zero-bubble schedules: the papers' figures, no deadlock at any size, and what pays."""
 
+import re
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from megatron_lightning.config import ParallelConfig, PipelineConfig
+from megatron_lightning.config.validate import check_layout
 from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.pipeline import build_layout
 from megatron_lightning.parallel.schedules import (
@@ -197,3 +200,27 @@ def test_lists_have_no_more_than_they_should():
 def test_impossible_sizes_are_refused(name: ScheduleName, chunks: int, message: str):
     with pytest.raises(ValueError, match=message):
         build_schedule(name, pipeline_size=2, num_chunks=chunks, num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(schedule="zb-v"), "schedule='zb-v' with pipeline.virtual_pipeline_size=1.*size=2"),
+        (dict(schedule="zb-h1", virtual_pipeline_size=2), "'zb-v' run virtual stages"),
+        (dict(schedule="gpipe", virtual_pipeline_size=2), "'zb-v' run virtual stages"),
+        (dict(schedule="zb"), "schedule='zb': choose one of .*zb-v"),
+    ],
+)
+def test_impossible_configs_are_refused(options: dict[str, Any], message: str):
+    config = ParallelConfig(pipeline_parallel_size=2, pipeline=PipelineConfig(**options))
+    (problem,) = check_layout(config)
+    assert re.search(message, problem)
+
+
+def test_zero_bubble_needs_a_pipeline():
+    config = ParallelConfig(pipeline=PipelineConfig(schedule="zb-h1"))
+    (problem,) = check_layout(config)
+    assert "'zb-h1' with pipeline_parallel_size=1" in problem
+    assert "schedule='1f1b'" in problem
+    fine = PipelineConfig(schedule="zb-v", virtual_pipeline_size=2)
+    assert not check_layout(ParallelConfig(pipeline_parallel_size=4, pipeline=fine))
