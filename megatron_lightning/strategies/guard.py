@@ -31,6 +31,7 @@ class RunGuard(Callback):
         self._trainer = trainer
         self._rank = strategy.global_rank
         self._several = strategy.world_size > 1
+        self._shown_elsewhere = strategy.shown_elsewhere
         self._lifeline: Lifeline | None = None
         self.secondary = False
         """Whether this rank failed only because another had."""
@@ -42,6 +43,7 @@ class RunGuard(Callback):
                 self._rank, strategy.world_size, host, strategy.broadcast
             )
             self._lifeline.before_leaving = strategy.end_started_ranks
+            self._lifeline.quiet = strategy.shown_elsewhere
             failure.silence_reported()
         self._signals = SignalFlags(trainer, self._rank, strategy.mesh.control_group)
         self._signals.connect()
@@ -86,7 +88,9 @@ class RunGuard(Callback):
         self._show(exception, news)
 
     def _show(self, exception: BaseException, news: Report | None) -> None:
-        if self._signals.agreed or (isinstance(exception, SystemExit) and not exception.code):
+        if self._shown_elsewhere or self._signals.agreed:
+            return
+        if isinstance(exception, SystemExit) and not exception.code:
             return
         if news is not None:
             failure.mark_reported(exception)

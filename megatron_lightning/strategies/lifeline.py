@@ -53,6 +53,8 @@ class Lifeline:
         self._peers = peers
         self.before_leaving: Callable[[], None] = lambda: None
         """Called in the thread that ends this process for another's failure."""
+        self.quiet = False
+        """Whether this process says nothing when it ends for another's failure."""
         self._changed = threading.Condition()
         self._reports: dict[int, Report] = {}
         self._alike = False
@@ -190,7 +192,8 @@ class Lifeline:
             busy = self._rank in self._reports
         if busy and self._over.wait(BUSY_SECONDS):
             return
-        print(describe_peer(self._rank, news), file=sys.stderr)
+        if not self.quiet:
+            print(describe_peer(self._rank, news), file=sys.stderr)
         self.before_leaving()
         leave_at_once()
 

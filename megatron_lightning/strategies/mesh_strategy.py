@@ -146,6 +146,11 @@ class MeshStrategy(ParallelStrategy):
             failure.show(exception, self.global_rank)
 
     @property
+    def shown_elsewhere(self) -> bool:
+        """Whether the process that forked this rank raises, and so shows, what happens here."""
+        return isinstance(self._launcher, ForkLauncher)
+
+    @property
     def failed_after_another(self) -> bool:
         """Whether this rank failed only because another had."""
         return self._guard is not None and self._guard.secondary
