@@ -95,4 +95,7 @@ def shorten(message: str) -> str:
         r"Does not validate against|Subtypes:|Errors:|- Expected a <class 'NoneType'>|Given value"
     )
     lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
-    return "\n".join(line for line in lines if line.strip())
+    kept = [line for line in lines if line.strip()]
+    if len(kept) == 1:
+        kept = [kept[0].strip().removeprefix("- ")]
+    return "\n".join(kept)

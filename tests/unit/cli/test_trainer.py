@@ -139,6 +139,20 @@ def test_options_change_the_config_file(folder: Path) -> None:
     assert changed.model.init_args.config.num_layers == 8
 
 
+def test_model_by_preset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = config(folder)
+    chosen["model"] = {
+        "class_path": "megatron_lightning.cli.presets.gpt_preset",
+        "init_args": {"preset": "tiny", "optimizer": {"lr": 0.5}},
+    }
+    chosen["trainer"]["fast_dev_run"] = True
+    path = folder / "preset.yaml"
+    path.write_text(yaml.safe_dump(chosen))
+    run_ranks_fresh(fit, 1, ["--config", str(path)])
+    with pytest.raises(UserError, match=r"^preset='llama9' is unknown; use one of \['gpt2'"):
+        trainer.main(["fit", "--config", str(path), "--model.preset", "llama9"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
