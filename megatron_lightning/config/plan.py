@@ -158,13 +158,16 @@ class ParameterInfo:
         return math.prod(self.sizes)
 
 
-_CHUNK = re.compile(r"(^|\.)chunks\.\d+\.")
+CHUNKS = "pipeline_chunks"
+"""Attribute under which a network cut into pipeline stages holds its chunks."""
+_CHUNK = re.compile(rf"(^|\.){CHUNKS}\.\d+\.")
 
 
 def canonical_name(name: str) -> str:
-    """Name of a parameter in one process, from its name in a module cut into pipeline chunks.
+    """Name of a parameter in one process, from its name in the state dict of a module cut into
+    pipeline chunks.
 
-    `network.chunks.1.decoder.layers.3.weight` -> `network.decoder.layers.3.weight`; other names
-    stay.
+    `network.pipeline_chunks.1.decoder.layers.3.weight` -> `network.decoder.layers.3.weight`; other
+    names stay.
     """
     return _CHUNK.sub(r"\1", name)

@@ -8,7 +8,6 @@ build on meta (the module's configure_model) -> cut stages (pipeline) -> split w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from megatron_lightning.config.parallel import ParallelConfig
-from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, canonical_name, replicated
+from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, replicated
 from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.parallel.actions import Placement
@@ -171,11 +170,12 @@ def _finish(
 ) -> ParallelModel:
     parameters: dict[str, nn.Parameter] = {}
     chunk_of: dict[str, int] = {}
+    chunks = [] if pipelined is None else pipelined.chunks
+    held_by = {id(p): number for number, chunk in enumerate(chunks) for p in chunk.parameters()}
     for name, parameter in module.named_parameters():
-        canonical = canonical_name(name)
-        canonical = tied.get(canonical, canonical)
+        canonical = tied.get(name, name)
         parameters.setdefault(canonical, parameter)
-        chunk_of.setdefault(canonical, _chunk_number(name))
+        chunk_of.setdefault(canonical, held_by.get(id(parameter), 0))
     edges_apart = placement.last_rank != placement.owner(0)[0]
     return ParallelModel(
         plan=plan,
@@ -273,8 +273,3 @@ def _on_meta(module: nn.Module) -> bool:
             f"put all there"
         )
     return kinds == {True}
-
-
-def _chunk_number(name: str) -> int:
-    found = re.search(r"(?:^|\.)chunks\.(\d+)\.", name)
-    return int(found[1]) if found else 0

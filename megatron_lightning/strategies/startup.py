@@ -175,7 +175,10 @@ def _is_built_later(strategy: MegatronStrategy, module: LightningModule) -> bool
 
 
 def _existing_network(module: LightningModule, target: Target) -> nn.Module | None:
-    network = dict(module.named_modules()).get(target.attribute)
+    try:
+        network = module.get_submodule(target.attribute)
+    except AttributeError:
+        return None
     return None if isinstance(network, PipelinedNetwork) else network
 
 
