@@ -16,7 +16,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from megatron_lightning.utils.logging import warn_once
 
@@ -56,6 +62,8 @@ def share_samples(strategy: MegatronStrategy, loader: Any) -> Any:
     mesh = strategy.mesh
     if mesh.world_size == 1 or not isinstance(loader, DataLoader):
         return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
     sampler = loader.sampler
     if isinstance(sampler, _DEALT):
         own = sampler.dataset._sampler  # type: ignore[attr-defined]
@@ -72,7 +80,7 @@ def share_samples(strategy: MegatronStrategy, loader: Any) -> Any:
                 f"The samples of the DataLoader are dealt to {sampler.num_replicas} data-parallel "
                 f"ranks by DistributedSampler(shuffle={sampler.shuffle}, seed={sampler.seed})"
             )
-    elif strategy.config.model_parallel_size > 1 and not isinstance(sampler, SequentialSampler):
+    elif strategy.config.model_parallel_size > 1:
         _share_within_copy(strategy, loader)
     return loader
 
@@ -90,10 +98,12 @@ def _share_within_copy(strategy: MegatronStrategy, loader: DataLoader[Any]) -> N
 
     batches: Any = loader.batch_sampler
     inner = getattr(batches, "_batch_sampler", batches)  # Lightning's recorder of predicted indices
-    if isinstance(inner, SharedSampler) or isinstance(loader.sampler, SharedSampler):
+    standard = type(inner) is BatchSampler
+    order = inner.sampler if standard else loader.sampler if inner is None else inner
+    if isinstance(order, SequentialSampler | SharedSampler):
         return
-    if type(inner) is BatchSampler:
-        inner.sampler = SharedSampler(inner.sampler, share)  # type: ignore[assignment]
+    if standard:
+        inner.sampler = SharedSampler(order, share)
     else:  # a DataLoader refuses the assignment, as it does that of a sampler
-        name = "sampler" if batches is None else "batch_sampler"
-        loader.__dict__[name] = SharedSampler(loader.sampler if batches is None else batches, share)
+        name = "sampler" if inner is None else "batch_sampler"
+        loader.__dict__[name] = SharedSampler(order, share)
