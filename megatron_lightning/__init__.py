@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_lightning.config import (
+        ContextConfig,
         DataParallelConfig,
         ParallelConfig,
         PipelineConfig,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ContextConfig",
     "DataParallelConfig",
     "GPTModel",
     "MegatronStrategy",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _PACKAGES = {
+    "ContextConfig": "config",
     "DataParallelConfig": "config",
     "GPTModel": "models",
     "MegatronStrategy": "strategies",

@@ -19,6 +19,7 @@ from megatron_lightning.layers.loss import CrossEntropy, masked_mean
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.norm import LayerNorm, RMSNorm
 from megatron_lightning.layers.rotary import RotaryEmbedding, RotaryTables, inverse_frequencies
+from megatron_lightning.layers.sequence import PackedSequences, SequenceInfo
 from megatron_lightning.layers.staged import StagedNetwork
 from megatron_lightning.layers.torch_backend import TorchBackend
 
@@ -30,12 +31,14 @@ __all__ = [
     "LayerBackend",
     "LayerNorm",
     "Linear",
+    "PackedSequences",
     "PositionEmbedding",
     "RMSNorm",
     "ReferenceAttention",
     "RotaryEmbedding",
     "RotaryTables",
     "SelfAttention",
+    "SequenceInfo",
     "StagedNetwork",
     "TorchBackend",
     "TransformerLayer",

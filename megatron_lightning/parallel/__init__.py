@@ -5,6 +5,8 @@ from megatron_lightning.parallel.checks import (
     check_replicas,
     replicated_tensors,
 )
+from megatron_lightning.parallel.context import apply_context_parallel, check_context_parallel
+from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.exact_dropout import ExactDropout
 from megatron_lightning.parallel.materialise import materialise, unknown_values
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh, mesh_sizes, rank_lists
@@ -15,6 +17,7 @@ from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 
 __all__ = [
     "Constant",
+    "CoreAttention",
     "DropoutStreams",
     "ExactDropout",
     "Initial",
@@ -25,7 +28,9 @@ __all__ = [
     "ReplicasDifferError",
     "Streams",
     "Uniform",
+    "apply_context_parallel",
     "apply_tensor_parallel",
+    "check_context_parallel",
     "check_replicas",
     "check_tensor_plan",
     "materialise",

@@ -62,10 +62,12 @@ def shift(tensors: Sequence[Tensor], axis: MeshAxis) -> Callable[[], tuple[Tenso
         dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=after) for tensor in tensors
     ] + [dist.P2POp(dist.irecv, into, group=axis.group, group_peer=before) for into in received]
     works: Any = dist.batch_isend_irecv(operations)
+    kept = [tensors]  # their memory must not be used again before they have been sent
 
     def finish() -> tuple[Tensor, ...]:
         for work in works:
             work.wait()
+        kept.clear()
         return received
 
     return finish

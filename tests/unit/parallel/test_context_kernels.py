@@ -13,13 +13,8 @@ from megatron_lightning.parallel.context_attend import (
     forward_calls,
     zeros_like,
 )
-from megatron_lightning.parallel.context_kernels import (
-    BlockKernel,
-    CpuKernel,
-    MathKernel,
-    band_mask,
-    choose_kernel,
-)
+from megatron_lightning.parallel.context_dense import CpuKernel, MathKernel, band_mask
+from megatron_lightning.parallel.context_kernels import BlockKernel, choose_kernel
 from megatron_lightning.parallel.context_plan import CAUSAL, FULL, Band, Span, ring_calls
 from megatron_lightning.parallel.context_slices import local_index
 
@@ -186,7 +181,7 @@ def test_math_kernel_works_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     options = dict(queries=((0, 24),), keys=((0, 24),), scale=SCALE, band=CAUSAL)
     whole = MathKernel().forward(q, k, v, **options)
     gradients = MathKernel().backward(grad, q, k, v, *whole, **options)
-    monkeypatch.setattr("megatron_lightning.parallel.context_kernels._SLICE_ELEMENTS", 4 * 24 * 5)
+    monkeypatch.setattr("megatron_lightning.parallel.context_dense._SLICE_ELEMENTS", 4 * 24 * 5)
     sliced = MathKernel().forward(q, k, v, **options)
     again = MathKernel().backward(grad, q, k, v, *whole, **options)
     for one, other in zip((*whole, *gradients), (*sliced, *again), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context_kernels import band_mask
+from megatron_lightning.parallel.context_dense import band_mask
 from megatron_lightning.parallel.context_plan import Call, gathered_calls, joined, ring_calls
 from megatron_lightning.parallel.context_slices import joining_index, local_index, padded_length
 
