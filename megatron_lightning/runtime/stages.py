@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.plan import CHUNKS, ParallelPlan
 from megatron_lightning.layers.staged import StagedNetwork
 from megatron_lightning.parallel.pipeline import ChunkUnits, StageLayout
 
@@ -65,15 +65,50 @@ class Chunk:
 
 class PipelinedNetwork(nn.Module):
     """Stands where the whole network stood in the LightningModule and holds this rank's chunks of
-    it.
+    it. Parameters, buffers and modules have the names that they have in the whole network, and its
+    plain attributes can be read.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self.chunks = nn.ModuleList(chunk.network for chunk in chunks)
+        self.add_module(CHUNKS, nn.ModuleList(chunk.network for chunk in chunks))
         self._parts = list(chunks)
         self._active: tuple[int, Carried | None] | None = None
         self._calls = 0
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The network as this rank holds it: one for each of its chunks."""
+        return list(cast(nn.ModuleList, self._modules[CHUNKS]))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As for the whole network, less what other ranks hold."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for chunk in self.chunks:
+            yield from chunk.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or CHUNKS not in self.__dict__.get("_modules", ()):
+                raise
+        for chunk in self.chunks:
+            value = getattr(chunk, name, None)
+            if value is not None and not callable(value) and not isinstance(value, Tensor):
+                return value
+        raise AttributeError(
+            f"{name!r} of a network that is cut into pipeline stages: only its plain attributes can"
+            " be read, since modules and tensors lie on one stage; use what the call of the network"
+            " returns"
+        )
 
     def run_stage(
         self, chunk: int, received: Carried | None, step: Callable[[], Any]
