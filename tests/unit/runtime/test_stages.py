@@ -1,5 +1,6 @@
 """Networks cut into chunks: what a chunk holds and runs, and what can not be cut."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import ParallelPlan, replicated
+from megatron_lightning.config.plan import canonical_name
 from megatron_lightning.layers import StagedNetwork
 from megatron_lightning.parallel.pipeline import build_layout
 from megatron_lightning.runtime.stages import (
@@ -88,8 +90,10 @@ def test_names_keep_the_number_of_the_layer() -> None:
     network = Net()
     last = chunks_of(network, plan(), 2)[1]
     names = [name for name, _ in last.named_parameters()]
-    assert "chunks.0.body.layers.2.weight" in names
-    assert "chunks.0.body.layers.0.weight" not in names
+    assert "body.layers.2.weight" in names
+    assert "body.layers.0.weight" not in names
+    saved = [canonical_name(f"network.{name}") for name in last.state_dict()]
+    assert {f"network.{name}" for name in names} < set(saved)
     assert last.chunks[0].start is None
     assert last.chunks[0].inner.embed is None
 
@@ -99,7 +103,26 @@ def test_sequential_needs_no_plan_of_layers() -> None:
     parts = chunks_of(network, plan(layers=None, first=(), last=()), 2)
     x = torch.randn(3, 2)
     assert torch.equal(run(parts, lambda net: net(x)), network(x))
-    assert [name for name, _ in parts[1].named_parameters()][0].startswith("chunks.0.2")
+    assert [name for name, _ in parts[1].named_parameters()][0] == "2.weight"
+
+
+def test_a_cut_network_answers_as_the_whole_where_it_can() -> None:
+    network = Net()
+    network.width = 4
+    holder = nn.Module()
+    holder.net = chunks_of(network, plan(), 2)[0]
+    assert holder.net.width == 4
+    assert holder.net.layers_path == "body.layers"
+    with pytest.raises(AttributeError, match="'head' of a network that is cut"):
+        _ = holder.net.head
+    assert not hasattr(holder.net, "missing")
+    names = {name for name, _ in holder.named_parameters()}
+    assert names <= {f"net.{name}" for name, _ in network.named_parameters()}
+    assert {name for name, _ in holder.named_buffers()} == {"net.scale"}
+    assert "net.body.layers.0" in dict(holder.named_modules())
+    again = copy.deepcopy(holder)
+    assert {name for name, _ in again.named_parameters()} == names
+    assert again.net.width == 4
 
 
 def test_the_step_is_left_in_the_middle() -> None:
