@@ -1,6 +1,7 @@
 """Zero-bubble schedules: the papers' figures, no deadlock at any size, and what pays."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +225,16 @@ def test_zero_bubble_needs_a_pipeline():
     assert "schedule='1f1b'" in problem
     fine = PipelineConfig(schedule="zb-v", virtual_pipeline_size=2)
     assert not check_layout(ParallelConfig(pipeline_parallel_size=4, pipeline=fine))
+
+
+def test_the_table_of_the_documentation_is_the_simulators():
+    page = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\S+) \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    usual = CostModel(backward=2.2, input_grad=1.3, weight_grad=0.9)
+    for p, m, name, said in rows:
+        even, uneven = (report(name, int(p), int(m), cost) for cost in (None, usual))
+        peaks = (even.peak_live_activations, even.peak_waiting_weights)
+        found = [f"{even.bubble_fraction:.1%}", f"{uneven.bubble_fraction:.1%}"]
+        found += [f"{max(peak) / even.num_chunks:g}" for peak in peaks]
+        assert [cell.strip() for cell in said.split("|")] == found, name
