@@ -1,0 +1,389 @@
+"""Every hook of modules and callbacks: called in the same order, as often, in every layout. Manual
+optimization, and what a step can't do.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from tests.harness import RankError, run_ranks_fresh
+from tests.lightning_cases import (
+    LAYOUTS,
+    Case,
+    Net,
+    Scenario,
+    assert_same,
+    make_network,
+    numbers,
+    run_all,
+)
+
+CALLBACK_HOOKS = [
+    name
+    for name in dir(L.Callback)
+    if name.startswith("on_") or name in ("setup", "teardown", "state_dict", "load_state_dict")
+]
+MODULE_HOOKS = [
+    name
+    for name in dir(L.LightningModule)
+    if (name.startswith("on_") and name != "on_gpu")
+    or name
+    in (
+        "setup",
+        "teardown",
+        "prepare_data",
+        "configure_model",
+        "configure_callbacks",
+        "configure_optimizers",
+        "configure_gradient_clipping",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "lr_scheduler_step",
+        "transfer_batch_to_device",
+    )
+]
+
+
+def recording(base: type, hooks: list[str], prefix: str) -> type:
+    """A subclass of `base` that writes down each call of a hook, and does what `base` does."""
+
+    def wrap(name: str) -> Callable[..., Any]:
+        original = getattr(base, name)
+
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.__dict__.setdefault("events", []).append(prefix + name)
+            return original(self, *args, **kwargs)
+
+        return hook
+
+    return type(f"Recording{base.__name__}", (base,), {name: wrap(name) for name in hooks})
+
+
+RecordingNet = recording(Net, MODULE_HOOKS, "module.")
+RecordingCallback = recording(L.Callback, CALLBACK_HOOKS, "")
+
+
+def hook_order(case: Case) -> dict[str, Any]:
+    """Fit with sanity check, accumulation and validation; a checkpoint; resume; test; predict."""
+    module, callback = RecordingNet(), RecordingCallback()
+    events: list[str] = []
+    module.__dict__["events"] = callback.__dict__["events"] = events
+    options = {"limit_train_batches": 4, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
+    trainer = case.trainer(callback, **options)
+    loader = case.loader(1, seed=6)
+    path = case.folder / f"{case.layout}.ckpt"
+    trainer.fit(module, case.train_loader(), loader)
+    trainer.save_checkpoint(path)
+    trainer.validate(module, loader)
+    trainer.test(module, loader)
+    trainer.predict(module, loader)
+    before, events[:] = list(events), []
+    module = RecordingNet()
+    module.__dict__["events"] = events
+    case.trainer(callback, max_epochs=2, **options).fit(
+        module, case.train_loader(), loader, ckpt_path=path
+    )
+    prepared = "module.prepare_data"
+    if case.rank > 0:  # data are prepared on one rank of a machine
+        assert prepared not in before + events
+    return {
+        "events": [each for each in before if each != prepared],
+        # a strategy that cuts the model loads when there are optimizers: on_load_checkpoint comes
+        # after configure_optimizers, as under Lightning's own model-parallel strategies
+        "resumed": sorted(each for each in events if each != prepared),
+    }
+
+
+class Values(Net):
+    """What hooks are given and what they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.given.append(float(loss))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.given.append(float(outputs["loss"]))
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        for parameter in self.parameters():
+            parameter.grad.clamp_(min=-0.05)  # what is changed here reaches the optimizer
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None  # skips the rest of the epoch
+
+
+def hook_values(case: Case) -> dict[str, Any]:
+    module = Values()
+    trainer = case.trainer(max_epochs=2, accumulate_grad_batches=2)
+    trainer.fit(module, case.train_loader())
+    return {"given": module.given, "step": trainer.global_step, "weights": case.weights(trainer)}
+
+
+class Skips(Net):
+    """Returns None for every other batch: nothing is learned from it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+def skipped_steps(case: Case) -> dict[str, Any]:
+    facts = case.fit(module=Skips(), max_epochs=2)
+    return {"steps": facts["steps"], "weights": facts["weights"]}
+
+
+class Gatherer(Net):
+    """`all_gather` and `print` in hooks."""
+
+    def on_train_epoch_end(self) -> None:
+        value = torch.tensor([float(self.global_rank)])
+        gathered = self.all_gather(value)
+        self.gathered = sorted(gathered.flatten().tolist())
+        self.print("once")
+
+
+def gathering(case: Case) -> dict[str, Any]:
+    module = Gatherer()
+    case.fit(module=module, validate=False)
+    return {"right": module.gathered == [float(i) for i in range(case.world_size)]}
+
+
+class EditsCheckpoint(Net):
+    """Drops a parameter and adds an entry when it saves; loads without the missing one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+        self.found: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["network.4.bias"]
+        checkpoint["state_dict"]["network.4.weight"] = 0 * self.state_dict_of_last()
+        checkpoint["note"] = {"tensor": torch.arange(3)}
+
+    def state_dict_of_last(self) -> Tensor:
+        return next(p for n, p in self.named_parameters() if n.endswith("4.weight")).detach()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["note"]["tensor"].tolist()
+
+
+def edited_checkpoint(case: Case) -> dict[str, Any]:
+    path = case.folder / f"{case.layout}.ckpt"
+    trainer = case.trainer()
+    trainer.fit(EditsCheckpoint(), case.train_loader())
+    trainer.save_checkpoint(path)
+    module = EditsCheckpoint()
+    module.strict_loading = False
+    tested = case.trainer().test(module, case.loader(2, seed=6), ckpt_path=path)
+    return {"tested": tested, "found": module.found}
+
+
+SCENARIOS = [hook_order, hook_values, skipped_steps, gathering]
+WITHOUT_PIPELINE = [edited_checkpoint]
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_same_meaning(scenario: Scenario, layout: str) -> None:
+    assert_same(scenario, layout, SCENARIOS)
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp"])
+def test_checkpoint_hooks(layout: str) -> None:
+    assert_same(edited_checkpoint, layout, WITHOUT_PIPELINE)
+
+
+# ---------------------------------------------------------------------- manual optimization
+
+
+class Adversaries(L.LightningModule):
+    """Two networks against each other, as a GAN: two optimizers, schedulers, manual backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.judge = make_network(), nn.Linear(1, 1)
+        nn.init.constant_(self.judge.weight, 0.3)
+        nn.init.zeros_(self.judge.bias)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        makes, judges = self.optimizers()
+        self.toggle_optimizer(makes)
+        makes.zero_grad()
+        made = self.maker(x)
+        loss = F.softplus(-self.judge(made)).mean() + F.mse_loss(made, y)
+        self.manual_backward(loss)
+        self.clip_gradients(makes, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+        makes.step()
+        self.untoggle_optimizer(makes)
+        self.toggle_optimizer(judges)
+        judges.zero_grad()
+        with torch.no_grad():
+            made = self.maker(x)
+        for part in (F.softplus(-self.judge(y)).mean(), F.softplus(self.judge(made)).mean()):
+            self.manual_backward(part)  # gradients of two backward passes add up
+        if (batch_idx + 1) % 2 == 0:
+            judges.step()
+        self.untoggle_optimizer(judges)
+        self.log("made", loss, prog_bar=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        makes = torch.optim.Adam(self.maker.parameters(), lr=0.01)
+        judges = torch.optim.SGD(self.judge.parameters(), lr=0.1)
+        decays = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (makes, judges)]
+        return [makes, judges], decays
+
+
+def manual_optimization(case: Case) -> dict[str, Any]:
+    trainer = case.trainer(max_epochs=2)
+    trainer.fit(Adversaries(), case.train_loader())
+    return {
+        "step": trainer.global_step,
+        "metrics": numbers(trainer.callback_metrics),
+        "rates": [o.param_groups[0]["lr"] for o in trainer.optimizers],
+        "weights": case.weights(trainer),
+    }
+
+
+def compiled_network(case: Case) -> dict[str, Any]:
+    """A compiled submodule; a compiled module is refused by Lightning itself."""
+    module = Net()
+    module.network = torch.compile(module.network, backend="eager")  # type: ignore[assignment]
+    facts = case.fit(module=module)
+    facts["weights"] = {name.replace("_orig_mod.", ""): v for name, v in facts["weights"].items()}
+    return facts
+
+
+REPLICATED = [manual_optimization, compiled_network]
+
+
+@pytest.mark.parametrize("scenario", REPLICATED, ids=lambda scenario: scenario.__name__)
+def test_same_meaning_replicated(scenario: Scenario) -> None:
+    assert_same(scenario, "dp", REPLICATED)
+
+
+# ---------------------------------------------------------------------- refused while running
+
+
+def second_order(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    return case.fit(module=Module())
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+def evaluated_twice(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            return Twice(self.parameters(), lr=0.1)
+
+    return case.fit(module=Module())
+
+
+def metric_in_step(case: Case) -> dict[str, Any]:
+    metric = MeanMetric()
+
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            metric.update(self.loss(batch))
+            self.log("metric", metric)
+
+    return case.fit(module=Module())
+
+
+def group_in_log(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", self.loss(batch), sync_dist_group="any")
+
+    return case.fit(module=Module())
+
+
+def other_reduction(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", self.loss(batch), reduce_fx=torch.median)
+
+    return case.fit(module=Module())
+
+
+def gather_in_step(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.all_gather(loss.detach())
+            return loss
+
+    return case.fit(module=Module())
+
+
+def changed_when_loaded(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"].clear()
+
+    path = case.folder / "a.ckpt"
+    trainer = case.trainer()
+    trainer.fit(Module(), case.train_loader(1))
+    trainer.save_checkpoint(path)
+    case.trainer(max_epochs=2).fit(Module(), case.train_loader(1), ckpt_path=path)
+    return {}
+
+
+def kept_gradients(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            """Keeps what is there."""
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+    return case.fit(module=Module())
+
+
+WHILE_RUNNING: dict[str, tuple[tuple[str, ...], str, Scenario]] = {
+    "lbfgs": (("dp", "tp", "pp"), "LBFGS evaluates the closure several times", second_order),
+    "closure_twice": (("dp",), "Twice evaluates the closure several times", evaluated_twice),
+    "metric_in_step": (("pp",), "a torchmetrics object", metric_in_step),
+    "sync_dist_group": (("dp",), "sync_dist_group=", group_in_log),
+    "reduce_fx": (("dp",), "reduce_fx=<built-in method median", other_reduction),
+    "gather_in_step": (("pp",), "all_gather .*pipeline_parallel_size", gather_in_step),
+    "changed_when_loaded": (("dp",), "on_load_checkpoint: the state dict", changed_when_loaded),
+    "kept_gradients": (("dp",), "optimizer_zero_grad", kept_gradients),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name, (layouts, _, _) in WHILE_RUNNING.items() for layout in layouts],
+)
+def test_refused_while_running(name: str, layout: str, tmp_path: Path) -> None:
+    _, message, scenario = WHILE_RUNNING[name]
+    with pytest.raises(RankError, match=f"(?s){message}"):
+        run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [scenario], str(tmp_path), timeout=60)

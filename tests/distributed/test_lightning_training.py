@@ -1,0 +1,299 @@
+"""Training under Lightning's flags and hooks: every layout against Lightning's own single process.
+
+Which scenario stands for which row of `docs/lightning.md`, and in which layouts it runs, is said in
+`tests/lightning_matrix.py`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau
+
+from tests.lightning_cases import Case, Net, assert_same
+
+# ---------------------------------------------------------------------- gradients and steps
+
+
+def plain_fit(case: Case) -> dict[str, Any]:
+    """Two epochs with validation and a logger: what every other scenario varies."""
+    return case.fit(max_epochs=2, log_every_n_steps=2)
+
+
+def clip_by_norm(case: Case) -> dict[str, Any]:
+    return case.fit(gradient_clip_val=0.3)
+
+
+def clip_by_value(case: Case) -> dict[str, Any]:
+    return case.fit(gradient_clip_val=0.02, gradient_clip_algorithm="value")
+
+
+def accumulate(case: Case) -> dict[str, Any]:
+    facts = case.fit(accumulate_grad_batches=3, max_epochs=2, log_every_n_steps=1)
+    return {key: facts[key] for key in ("losses", "steps", "rates", "weights")}
+
+
+def accumulation_scheduler(case: Case) -> dict[str, Any]:
+    scheduler = GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})
+    facts = case.fit(scheduler, max_epochs=3)
+    return {key: facts[key] for key in ("losses", "steps", "weights")}
+
+
+class Hooked(Net):
+    """Overrides the hooks around an optimizer step, each with a visible effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+        self.had: list[bool] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.had.append(all(p.grad is not None for p in self.parameters()))
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)  # what a hook does to p.grad reaches the optimizer
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.2, gradient_clip_algorithm=gradient_clip_algorithm
+        )
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch_idx)  # warm-up as in Lightning's docs
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def step_hooks(case: Case) -> dict[str, Any]:
+    module = Hooked()
+    return {**case.fit(module=module), "had": module.had}
+
+
+# ---------------------------------------------------------------------- learning rates
+
+
+class Scheduled(Net):
+    """A module whose optimizer has the schedulers that `make` builds."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+        self.scheduler_steps: list[str] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        return [optimizer], self.make(self, optimizer)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.scheduler_steps.append(type(scheduler).__name__)
+        super().lr_scheduler_step(scheduler, metric)
+
+
+def plateau(case: Case) -> dict[str, Any]:
+    def make(module: Any, optimizer: Any) -> Any:
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)  # hardly ever better
+        return [{"scheduler": scheduler, "monitor": "val_loss", "interval": "epoch"}]
+
+    module = Scheduled(make)
+    return {**case.fit(module=module, max_epochs=4), "steps_taken": module.scheduler_steps}
+
+
+def several_schedulers(case: Case) -> dict[str, Any]:
+    def make(module: Any, optimizer: Any) -> Any:
+        warm_up = LinearLR(optimizer, start_factor=0.1, total_iters=4)
+        decay = ExponentialLR(optimizer, gamma=0.5)
+        return [
+            {"scheduler": warm_up, "interval": "step", "frequency": 2},
+            {"scheduler": decay, "interval": "epoch", "name": "decay"},
+        ]
+
+    module = Scheduled(make)
+    facts = case.fit(module=module, max_epochs=2, accumulate_grad_batches=2)
+    del facts["metrics"], facts["rank0"]  # with accumulation they are the window's, see below
+    return {**facts, "steps_taken": module.scheduler_steps}
+
+
+def one_cycle(case: Case) -> dict[str, Any]:
+    expected = []
+
+    def make(module: Any, optimizer: Any) -> Any:
+        expected.append(module.trainer.estimated_stepping_batches)
+        scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=expected[0])
+        return [{"scheduler": scheduler, "interval": "step"}]
+
+    facts = case.fit(module=Scheduled(make), max_epochs=2, accumulate_grad_batches=2)
+    del facts["metrics"], facts["rank0"]
+    return {**facts, "expected": expected}
+
+
+# ---------------------------------------------------------------------- how long, how much
+
+
+def limits(case: Case) -> dict[str, Any]:
+    """Also whether predictions come back, and `test` and `predict` after `fit`."""
+    module = Net()
+    trainer = case.trainer(
+        limit_train_batches=3,
+        limit_val_batches=1,
+        limit_test_batches=0.5,
+        limit_predict_batches=2,
+        max_epochs=2,
+    )
+    trainer.fit(module, case.train_loader(), case.loader(2, seed=6))
+    tested = trainer.test(module, case.loader(4, seed=7))
+    predicted = trainer.predict(module, case.loader(4, seed=7))
+    return {
+        "step": trainer.global_step,
+        "batches": [trainer.num_training_batches, trainer.num_val_batches],
+        "tested": tested,
+        "predicted": case.own_part(torch.cat(predicted)),
+        "nothing": trainer.predict(module, case.loader(1), return_predictions=False),
+        "weights": case.weights(trainer),
+    }
+
+
+def overfit(case: Case) -> dict[str, Any]:
+    return case.fit(overfit_batches=2, max_epochs=2)
+
+
+def fast_dev_run(case: Case) -> dict[str, Any]:
+    facts = case.fit(fast_dev_run=2)
+    del facts["rank0"]  # Lightning takes the logger away
+    return facts
+
+
+def end_of_training(case: Case) -> dict[str, Any]:
+    """max_steps, min_steps and min_epochs against early stopping, max_time."""
+    worse = EarlyStopping("val_loss", mode="max", patience=0)
+    found = {
+        "max_steps": case.fit(max_steps=4, max_epochs=-1),
+        "min_epochs": case.fit(worse, max_epochs=5, min_epochs=3),
+        "min_steps": case.fit(
+            EarlyStopping("val_loss", mode="max", patience=0), max_epochs=5, min_steps=8
+        ),
+        "max_time": case.fit(max_time={"seconds": 0}, max_epochs=5),
+    }
+    return {
+        name: {key: facts[key] for key in ("losses", "steps", "epoch")}
+        for name, facts in found.items()
+    }
+
+
+def when_to_validate(case: Case) -> dict[str, Any]:
+    found = [
+        case.fit(val_check_interval=2, num_sanity_val_steps=2),
+        case.fit(val_check_interval=0.5),
+        case.fit(check_val_every_n_epoch=2, max_epochs=4),
+        case.fit(val_check_interval=4, check_val_every_n_epoch=None, max_epochs=2),
+    ]
+    return {"validations": [facts["validations"] for facts in found]}
+
+
+# ---------------------------------------------------------------------- modes
+
+
+class Modes(Net):
+    """Looks at torch's switches, before the network is called: every stage gets there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def look(self) -> None:
+        self.seen.append(
+            (
+                self.training,
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_anomaly_enabled(),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.backends.cudnn.benchmark,
+            )
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.look()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.look()
+        super().validation_step(batch, batch_idx)
+
+
+def modes(case: Case) -> dict[str, Any]:
+    seen = []
+    for options in (
+        {},
+        {"inference_mode": False, "detect_anomaly": True},
+        {"deterministic": True, "benchmark": True},
+        {"deterministic": False, "benchmark": False},
+    ):
+        module = Modes()
+        case.fit(module=module, limit_train_batches=1, limit_val_batches=1, **options)
+        seen.append(list(dict.fromkeys(module.seen)))  # a pipeline calls once per micro-batch
+    return {"seen": seen}
+
+
+def barebones(case: Case) -> dict[str, Any]:
+    facts = case.fit(
+        barebones=True,
+        logger=None,
+        enable_checkpointing=None,
+        num_sanity_val_steps=None,
+        enable_progress_bar=None,
+        enable_model_summary=None,
+    )
+    del facts["rank0"]
+    return facts
+
+
+def fit_again(case: Case) -> dict[str, Any]:
+    """One module and one Trainer: validate, fit, validate, fit on, test."""
+    module = Net()
+    trainer = case.trainer()
+    before = trainer.validate(module, case.loader(2, seed=6))
+    trainer.fit(module, case.train_loader())
+    between = trainer.validate(module, case.loader(2, seed=6))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, case.train_loader())
+    after = trainer.test(module, case.loader(2, seed=6))
+    return {
+        "before": before,
+        "between": between,
+        "after": after,
+        "epoch": trainer.current_epoch,
+        "weights": case.weights(trainer),
+    }
+
+
+SCENARIOS = [
+    plain_fit,
+    clip_by_norm,
+    clip_by_value,
+    accumulate,
+    accumulation_scheduler,
+    step_hooks,
+    plateau,
+    several_schedulers,
+    one_cycle,
+    limits,
+    overfit,
+    fast_dev_run,
+    end_of_training,
+    when_to_validate,
+    modes,
+    barebones,
+    fit_again,
+]
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_same_meaning(scenario: Any, layout: str) -> None:
+    assert_same(scenario, layout, SCENARIOS)
