@@ -5,6 +5,7 @@ callback. The ranks are forked from this process, which has imported everything 
 machine that saves most of the time that starting them otherwise takes.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +194,7 @@ def _trainer(
         runtime=RuntimeConfig(launcher="fork", seed=settings.seed),
     )
     interval = settings.validation_interval
-    bar = TQDMProgressBar() if sys.stderr.isatty() else LineProgress(interval)
+    bar = TQDMProgressBar() if _has_screen() else LineProgress(interval)
     return Trainer(
         strategy=strategy,
         accelerator=settings.accelerator,
@@ -210,6 +211,11 @@ def _trainer(
         enable_progress_bar=bool(callbacks),
         callbacks=[*callbacks, bar] if callbacks else [],
     )
+
+
+def _has_screen() -> bool:
+    """Whether output goes to a terminal that has a size; bars stay invisible on one without."""
+    return sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).lines > 0
 
 
 def count_gpus() -> int:
