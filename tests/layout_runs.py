@@ -8,9 +8,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from megatron_lightning.checkpoint import BoxedTensor
 from megatron_lightning.config import GPTConfig, PipelineConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models.gpt import GPTModel
+from megatron_lightning.runtime.boxes import box_of
 from megatron_lightning.strategies import MegatronStrategy
 from tests import tolerances
 
@@ -147,18 +149,18 @@ def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
     """{name: (global shape, offsets, sizes, local box)} of parameters or gradients that this rank
     holds; a list of such where it holds several boxes of one.
     """
-    found: dict[str, Any] = {}
     if what == "grad":
-        for name, boxed in trainer.strategy.update.gradient_boxes().items():
-            pairs = zip(boxed.boxes, boxed.views, strict=True)
-            parts = [(tuple(boxed.shape), b.offsets, b.sizes, _plain(v)) for b, v in pairs]
-            found[name] = parts[0] if len(parts) == 1 else parts
-        return found
-    model = trainer.strategy.parallel_model
-    for name, parameter in model.parameters.items():
-        info = model.table[name]
-        local = _plain(parameter.detach()[tuple(slice(0, size) for size in info.sizes)])
-        found[name] = (info.global_shape, info.offsets, info.sizes, local)
+        boxed = trainer.strategy.update.gradient_boxes()
+    else:
+        model = trainer.strategy.parallel_model
+        dtypes = model.compute_dtypes
+        read = {n: p.detach().to(dtypes.get(n, p.dtype)) for n, p in model.parameters.items()}
+        boxed = {name: box_of(value, model.table[name]) for name, value in read.items()}
+    found: dict[str, Any] = {}
+    for name, value in ((n, BoxedTensor.of(v)) for n, v in boxed.items()):
+        pairs = zip(value.boxes, value.views, strict=True)
+        parts = [(tuple(value.shape), b.offsets, b.sizes, _plain(v)) for b, v in pairs]
+        found[name] = parts[0] if len(parts) == 1 else parts
     return found
 
 

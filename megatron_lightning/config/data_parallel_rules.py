@@ -26,16 +26,35 @@ def data_parallel_problems(config: ParallelConfig) -> list[str]:
             f"data_parallel.replicas={data.replicas} with sharding='none': nothing is sharded, so"
             " every rank is a copy; set sharding='optimizer' or 'fsdp', or replicas=1"
         )
-    if data.sharding != "optimizer":
-        for field, value, plain in (
-            ("moments_dtype", data.moments_dtype, "float32"),
-            ("offload_optimizer", data.offload_optimizer, False),
-        ):
-            if value != plain:
-                problems.append(
-                    f"data_parallel.{field}={value!r} with sharding={data.sharding!r}: only the"
-                    " sharded optimizer does that; set sharding='optimizer'"
-                )
+    for field, value, plain, needs in (
+        ("moments_dtype", data.moments_dtype, "float32", ("optimizer", "fsdp")),
+        ("offload_optimizer", data.offload_optimizer, False, ("optimizer",)),
+        ("reshard_after_forward", data.reshard_after_forward, True, ("fsdp",)),
+        ("reduce_each_micro_batch", data.reduce_each_micro_batch, False, ("fsdp",)),
+    ):
+        if value != plain and data.sharding not in needs:
+            problems.append(
+                f"data_parallel.{field}={value!r} with sharding={data.sharding!r}: it has no"
+                f" effect there; set sharding={' or '.join(map(repr, needs))}"
+            )
+    return problems + (_fsdp_problems(config) if data.sharding == "fsdp" else [])
+
+
+def _fsdp_problems(config: ParallelConfig) -> list[str]:
+    problems: list[str] = []
+    pipeline = config.pipeline
+    if pipeline.schedule.startswith("zb-"):
+        problems.append(
+            f"pipeline.schedule={pipeline.schedule!r} with data_parallel.sharding='fsdp': it"
+            " computes weight gradients apart from the backward pass, which reduces and frees the"
+            " parameters they belong to; use schedule='1f1b', or sharding='optimizer'"
+        )
+    if pipeline.virtual_pipeline_size > 1 and config.pipeline_parallel_size == 1:
+        problems.append(
+            f"pipeline.virtual_pipeline_size={pipeline.virtual_pipeline_size} with"
+            " pipeline_parallel_size=1 and data_parallel.sharding='fsdp': chunks of one rank may"
+            " share parameters, which can't be sharded twice; set virtual_pipeline_size=1"
+        )
     return problems
 
 

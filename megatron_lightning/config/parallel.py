@@ -56,8 +56,14 @@ class DataParallelConfig:
     overlap_param_gather: bool = True
     """sharding="optimizer": let the next forward begin while updated parameters are still being
     gathered, where every reader is known to wait; False: gather all right after the step."""
+    reshard_after_forward: bool = True
+    """sharding="fsdp": free a layer's parameters after its forward and gather them again for its
+    backward (ZeRO-3); False: keep them (ZeRO-2), less traffic for more memory."""
+    reduce_each_micro_batch: bool = False
+    """sharding="fsdp": reduce gradients after every micro-batch, so that only shards are kept;
+    False: sum whole gradients and reduce them once a window."""
     moments_dtype: MomentsName = "float32"
-    """sharding="optimizer": dtype in which optimizer state is kept between steps; "bfloat16" is
+    """With sharding: dtype in which optimizer state is kept between steps; "bfloat16" is
     rounded stochastically and halves it."""
     offload_optimizer: bool = False
     """sharding="optimizer": keep masters and optimizer state in host memory and step there."""
@@ -107,6 +113,4 @@ class ParallelConfig:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on one sample together: tensor x pipeline x context."""
-        return (
-            self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size

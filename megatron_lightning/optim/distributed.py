@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from megatron_lightning.optim.local_parts import LocalParts
 from megatron_lightning.optim.shards import ParameterShards
 from megatron_lightning.precision.state import (
     check_elementwise,
@@ -41,7 +43,7 @@ class DistributedOptimizer:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        shards: ParameterShards,
+        shards: ParameterShards | LocalParts,
         named_parameters: Mapping[str, Parameter],
         *,
         moments_dtype: torch.dtype | None = None,
@@ -147,7 +149,11 @@ def _cut(value: Any, parameter: Parameter, part: Parameter, own: tuple[int, int]
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
         return value
     dtype = part.dtype if value.is_floating_point() else value.dtype
-    return value.detach().flatten()[slice(*own)].to(device=part.device, dtype=dtype, copy=True)
+    if isinstance(value, DTensor):
+        held = value.to_local()
+    else:
+        held = value.detach().flatten()[slice(*own)].view(part.shape)
+    return held.to(device=part.device, dtype=dtype, copy=True)
 
 
 def _use_fused_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:

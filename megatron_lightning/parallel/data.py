@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_lightning.config.plan import Gradient, ParameterInfo
+from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.parallel.flat import (
     Bucket,
     Replicas,
     Slot,
     agree_on_received,
+    is_tensor_partial,
     lay_out,
     sum_gradients,
 )
@@ -154,6 +155,13 @@ class GradientBuckets:
             bucket.armed = bucket.launched = False
         self._launched = 0
 
+    def begin_run(self) -> None:
+        """Before a batch of the window: take away what a hook may have left in `grad`."""
+        self.withdraw()
+
+    def end_run(self) -> None:
+        """After a batch: sums are in the buffers."""
+
     def arm(self, chunk: int = 0, names: Collection[str] | None = None) -> None:
         """Say that the next backward pass of `chunk` is its last one: buckets start when filled.
 
@@ -198,7 +206,11 @@ class GradientBuckets:
             bucket.launch_replicas()
         for bucket in self._buckets:
             bucket.wait()
-        partial = [slot for slot in self._slots.values() if self._is_tensor_partial(slot)]
+        partial = [
+            slot
+            for slot in self._slots.values()
+            if is_tensor_partial(slot.info, sequence_parallel=self._sequence_parallel)
+        ]
         sum_gradients(partial, self._mesh.tp)
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
         divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
@@ -325,14 +337,6 @@ class GradientBuckets:
         experts = [slot for slot in slots if slot.info.expert]
         agree_on_received(experts, self._mesh.axis("edp"))
         agree_on_received(self._tied_slots(), self._mesh.axis("edges"))
-
-    def _is_tensor_partial(self, slot: Slot) -> bool:
-        if slot.info.split.dim is not None or slot.info.expert:
-            return False  # experts are summed over edp, which already spans the tensor ranks
-        gradient = slot.info.split.gradient
-        return gradient is Gradient.PARTIAL or (
-            gradient is Gradient.SEQUENCE and self._sequence_parallel
-        )
 
     def _tied_slots(self) -> list[Slot]:
         # A frozen tied parameter has no slot, on either stage.

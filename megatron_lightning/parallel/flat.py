@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_lightning.config.plan import ParameterInfo
+from megatron_lightning.config.plan import Gradient, ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
 from megatron_lightning.parallel.mesh import MeshAxis
 
@@ -194,13 +194,28 @@ def agree_on_received(slots: Sequence[Slot], axis: MeshAxis) -> None:
             slot.received = bool(flag)
 
 
+def is_tensor_partial(info: ParameterInfo, *, sequence_parallel: bool) -> bool:
+    """Return whether a tensor rank's gradient of the parameter is only a part of it."""
+    if info.split.dim is not None or info.expert:
+        return False  # experts are summed over edp, which already spans the tensor ranks
+    gradient = info.split.gradient
+    return gradient is Gradient.PARTIAL or (gradient is Gradient.SEQUENCE and sequence_parallel)
+
+
 def sum_gradients(slots: Sequence[Slot], axis: MeshAxis) -> None:
     """Sum the own parts of the gradients of `slots` over `axis` as one tensor.
 
     Slots and their own parts must be equal on each rank of the axis.
     """
-    if axis.size == 1 or not slots:
+    sum_tensors([slot.own_grad for slot in slots], axis)
+
+
+def sum_tensors(tensors: Sequence[Tensor], axis: MeshAxis) -> None:
+    """Sum tensors (of equal shapes on each rank) over `axis` in place, as one."""
+    if axis.size == 1 or not tensors:
         return
-    grads = [slot.own_grad for slot in slots]
-    flat = all_reduce_(torch.cat(grads), axis)
-    torch._foreach_copy_(grads, list(flat.split([grad.numel() for grad in grads])))
+    flat = all_reduce_(torch.cat([tensor.flatten() for tensor in tensors]), axis)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(
+        list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+    )

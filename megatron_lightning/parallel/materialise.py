@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.parallel.random import Initial
@@ -201,7 +202,9 @@ def _reset_plain_buffers(module: nn.Module) -> None:
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+    """The module's own parameters, without those that are sharded (and filled) already."""
+    held = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [(name, parameter) for name, parameter in held if not isinstance(parameter, DTensor)]
 
 
 def _meta(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
 from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients
@@ -46,7 +48,11 @@ class ParallelModel:
     streams: Streams | None
     networks: tuple[nn.Module, ...] = field(default=(), init=False)
     """The cut network: one for each chunk of this rank. Empty without a plan."""
-    buckets: GradientBuckets | None = field(default=None, init=False)
+    sharded_roots: tuple[tuple[FSDPModule, ...], ...] = field(default=(), init=False)
+    """Fully sharded modules of each chunk; empty when parameters aren't sharded."""
+    compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, init=False)
+    """Dtype in which the network reads parameters that are kept in another, by canonical name."""
+    buckets: GradientBuckets | ShardedGradients | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
     weight_gradients: WeightGradients | None = field(default=None, init=False)
     """Weight gradients that wait, when the schedule splits backwards."""
@@ -97,6 +103,17 @@ class ParallelModel:
         chunks: list[dict[str, nn.Parameter]] = [{} for _ in range(self.num_chunks)]
         for name, parameter in self.parameters.items():
             chunks[self.chunk_of[name]][name] = parameter
+        if self.sharded_roots:
+            self.buckets = ShardedGradients(
+                self.sharded_roots,
+                self.parameters,
+                self.table,
+                mesh,
+                sequence_parallel=config.sequence_parallel,
+                tied=self.tied,
+                reduce_each=config.data_parallel.reduce_each_micro_batch,
+            )
+            return
         self.buckets = GradientBuckets(
             chunks,
             self.table,
@@ -134,6 +151,11 @@ class ParallelModel:
                         buckets.arm(chunk, coming)
 
         return arm
+
+    def reshard(self) -> None:
+        """Free what fully sharded modules have gathered; their shards are what counts then."""
+        for root in (root for chunk in self.sharded_roots for root in chunk):
+            reshard(root)
 
     def release_buckets(self) -> None:
         """Remove the buckets with their hooks, so that autograd works on the parameters as usual

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, replicated
@@ -22,6 +24,7 @@ from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.context import apply_context_parallel
+from megatron_lightning.parallel.fsdp import ShardOptions, shard_children, shard_network
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
@@ -32,6 +35,7 @@ from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.recompute import apply_recompute
+from megatron_lightning.runtime.sharded import enter_sharded, layers_of, shard_options
 from megatron_lightning.runtime.stages import (
     PipelinedNetwork,
     cut_network,
@@ -57,14 +61,16 @@ def parallelize(
     *,
     seed: int,
     params_dtype: torch.dtype | None,
+    main_params_dtype: torch.dtype | None = None,
 ) -> ParallelModel:
     """Cut `module` in place for this rank and give every parameter its values.
 
     Without a `target` the whole module is replicated over the data axis. `params_dtype` None keeps
-    the parameters' own.
+    the parameters' own. Fully sharded parameters are kept in `main_params_dtype`.
     """
+    shards = shard_options(mesh, config, params_dtype, main_params_dtype)
     if target is None:
-        return _replicate(module, mesh, seed=seed)
+        return _replicate(module, mesh, seed=seed, shards=shards)
     network = module.get_submodule(target.attribute)
     raise_if_any(outside_problems(module, network, target))
     if not _on_meta(network):
@@ -78,6 +84,7 @@ def parallelize(
     }
     table: dict[str, ParameterInfo] = {}
     streams: Streams | None = None
+    roots: list[tuple[FSDPModule, ...]] = []
     for chunk in chunks:
         rows = apply_tensor_parallel(
             chunk,
@@ -95,14 +102,13 @@ def parallelize(
             sequence_parallel=config.sequence_parallel,
             streams=streams,
         )
-        materialise(
-            chunk,
-            rows,
-            seed=seed,
-            device=mesh.device,
-            dtype=params_dtype,
-            prefix=f"{target.attribute}.",
+        fill = partial(
+            _fill, rows=rows, seed=seed, device=mesh.device, dtype=params_dtype, target=target
         )
+        if shards is None:
+            fill(chunk, "")
+        else:
+            roots.append((shard_network(chunk, layers_of(chunk, target.plan), shards, fill),))
         table |= {
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }
@@ -114,12 +120,31 @@ def parallelize(
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
     model.networks = tuple(chunks)
+    if shards is not None:
+        enter_sharded(model, roots)
+        if params_dtype is not None and params_dtype is not main_params_dtype:
+            model.compute_dtypes = dict.fromkeys(model.parameters, params_dtype)
     if schedule in SPLIT_SCHEDULES:
         model.weight_gradients = WeightGradients()
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         for chunk in chunks:
             apply_weight_sinks(chunk, model.weight_gradients, names)
     return model
+
+
+def _fill(
+    module: nn.Module,
+    path: str,
+    *,
+    rows: Mapping[str, ParameterInfo],
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    target: Target,
+) -> None:
+    """Give the module at `path` of the network its values."""
+    prefix = f"{target.attribute}.{path}." if path else f"{target.attribute}."
+    materialise(module, rows, seed=seed, device=device, dtype=dtype, prefix=prefix)
 
 
 def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
@@ -149,13 +174,19 @@ def _parameter(chunk: nn.Module, name: str) -> nn.Parameter | None:
     return dict(chunk.named_parameters(remove_duplicate=False)).get(name)
 
 
-def _replicate(module: LightningModule, mesh: ParallelMesh, *, seed: int) -> ParallelModel:
+def _replicate(
+    module: LightningModule, mesh: ParallelMesh, *, seed: int, shards: ShardOptions | None
+) -> ParallelModel:
     table = {name: whole(name, parameter) for name, parameter in module.named_parameters()}
     if _on_meta(module):
         materialise(module, table, seed=seed, device=mesh.device, dtype=None, prefix="")
     module.to(mesh.device)
     share_first_rank_values(module, mesh)
-    return _finish(module, None, None, table, {}, None, mesh, Placement(mesh.pp.size, 1))
+    roots = [] if shards is None else [tuple(shard_children(module, shards))]
+    model = _finish(module, None, None, table, {}, None, mesh, Placement(mesh.pp.size, 1))
+    if shards is not None:
+        enter_sharded(model, roots)
+    return model
 
 
 def _finish(

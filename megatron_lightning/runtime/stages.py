@@ -41,11 +41,17 @@ class Chunk:
         self.content = content
         self.network = network
         self._layers_path = plan.layers or ""
+        self.entry: Callable[..., Any] = self.run
+        """What a call goes through: `run`, or that within the hooks of a sharded network."""
 
     def __call__(
         self, received: Carried | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the chunk on its input or on what the chunk before sent."""
+        return self.entry(received, args, kwargs)
+
+    def run(self, received: Carried | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the parts of the network that are here."""
         network: Any = self.network
         if isinstance(network, nn.Sequential):
             return self._run_sequential(args[0] if self.content.has_embedding else received)
@@ -72,7 +78,7 @@ class PipelinedNetwork(nn.Module):
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
         self.add_module(CHUNKS, nn.ModuleList(chunk.network for chunk in chunks))
-        self._parts = list(chunks)
+        self.parts = list(chunks)
         self._active: tuple[int, Carried | None] | None = None
         self._calls = 0
 
@@ -142,7 +148,7 @@ class PipelinedNetwork(nn.Module):
         if self._calls > 1:
             raise RuntimeError(_call_count_message(self._calls))
         chunk, received = self._active
-        part = self._parts[chunk]
+        part = self.parts[chunk]
         carried = part(received, args, kwargs)
         if part.content.has_head:
             return carried

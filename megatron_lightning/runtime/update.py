@@ -17,11 +17,14 @@ from megatron_lightning.checkpoint import BoxedTensor
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.optim.clip import global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.optim.local_parts import LocalParts
 from megatron_lightning.optim.shards import ParameterShards
+from megatron_lightning.parallel.fsdp import ShardedGradients
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.policy import PrecisionPolicy
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
+from megatron_lightning.runtime.boxes import box_of, box_of_part
 from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
 
@@ -55,12 +58,16 @@ class ParameterUpdate:
         self.masters: MasterParameters | None = None
         self.distributed: DistributedOptimizer | None = None
         has_masters = model.plan is not None and policy.has_masters
-        if config.data_parallel.sharding == "optimizer" and model.buckets is not None:
+        shards: ParameterShards | LocalParts | None = None
+        if isinstance(model.buckets, ShardedGradients):
+            shards = LocalParts(model.parameters, has_masters=has_masters)
+        elif config.data_parallel.sharding == "optimizer" and model.buckets is not None:
             shards = ParameterShards(
                 model.buckets,
                 dtype=policy.main_params_dtype if has_masters else None,
                 offload=config.data_parallel.offload_optimizer,
             )
+        if shards is not None:
             self.distributed = DistributedOptimizer(
                 optimizers,
                 shards,
@@ -73,8 +80,8 @@ class ParameterUpdate:
                 self.optimizers, model.parameters, dtype=policy.main_params_dtype
             )
         self._gate: LayerGate | None = None
-        if defer and self.distributed is not None:
-            self._gate = LayerGate(model, self.distributed.shards.wait)
+        if defer and isinstance(shards, ParameterShards):
+            self._gate = LayerGate(model, shards.wait)
 
     # ------------------------------------------------------------------ one window
 
@@ -97,10 +104,15 @@ class ParameterUpdate:
         are read before any layer.
         """
         assert self._model.buckets is not None
-        self._model.buckets.withdraw()
+        self._model.buckets.begin_run()
         self._norm = None
         if self._gate is not None:
             self._gate.begin()
+
+    def end_run(self) -> None:
+        """After the passes of a batch: put gradients where zeroing doesn't reach them."""
+        assert self._model.buckets is not None
+        self._model.buckets.end_run()
 
     def reduce(self, weight: Tensor | float) -> bool:
         """Sum the window's gradients, divide by `weight` and publish them; False, and none
@@ -185,18 +197,10 @@ class ParameterUpdate:
         tensor; 0-dim values as they are.
         """
         info = self._model.table[name]
-        if value.dim() == 0 or not info.global_shape:
-            return value.detach().reshape(())
         if self.distributed is None:
-            return BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
-        return BoxedTensor.from_flat(
-            value,
-            self._model.parameters[name].shape,
-            info.offsets,
-            info.global_shape,
-            self.distributed.shards.ranges[name][0],
-            info.sizes,
-        )
+            return box_of(value, info)
+        start, _ = self.distributed.shards.ranges[name]
+        return box_of_part(value, self._model.parameters[name].shape, start, info)
 
     def state_tensors(
         self, optimizer: Optimizer, *, materialise: bool

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import megatron_lightning.checkpoint as store
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.config.plan import ParameterInfo, canonical_name
+from megatron_lightning.runtime.boxes import box_of
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ def save(
         )
     objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     table = strategy.parallel_model.table
+    dtypes = strategy.parallel_model.compute_dtypes
     # what a hook (on_save_checkpoint) left of the state dict counts, as everywhere in Lightning
     kept = checkpoint["state_dict"] if "state_dict" in checkpoint else model_tensors(strategy)
     tensors = {
-        MODEL + canonical_name(name): _boxed(value, table.get(canonical_name(name)))
-        for name, value in kept.items()
+        MODEL + name: _boxed(value.to(dtypes.get(name, value.dtype)), table.get(name))
+        for name, value in ((canonical_name(n), v) for n, v in kept.items())
         if isinstance(value, Tensor)
     }
     if "optimizer_states" in checkpoint and strategy.update is not None:
@@ -126,9 +128,7 @@ def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
     """`value` as a box of the global tensor; a tensor without a table row is a replica of the
     whole.
     """
-    if info is None or value.dim() == 0:
-        return value
-    return store.BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
+    return value if info is None else box_of(value, info)
 
 
 def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[str, Tensor]:
@@ -145,6 +145,7 @@ def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[st
 
 
 def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool) -> None:
+    strategy.parallel_model.reshard()
     table = strategy.parallel_model.table
     group = strategy.mesh.control_group
     tensors = {

@@ -28,8 +28,8 @@ from megatron_lightning.config.parallel import (
     RuntimeConfig,
 )
 from megatron_lightning.config.plan import ParallelPlan
-from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.config.recompute import RecomputeConfig
+from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
 from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
@@ -40,7 +40,7 @@ from megatron_lightning.runtime.parallelize import Target, parallelize
 from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
 from megatron_lightning.runtime.update import ParameterUpdate
 from megatron_lightning.runtime.window import AccumulationWindow
-from megatron_lightning.strategies import _compat, checkpoint_io, loaders, startup
+from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders, startup
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.readers import may_defer_gather
@@ -49,7 +49,6 @@ from megatron_lightning.strategies.trainer_checks import (
     optimizer_problems,
     trainer_problems,
 )
-from megatron_lightning.strategies.user_metrics import confine_metrics
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
@@ -187,9 +186,12 @@ class MegatronStrategy(MeshStrategy):
             self._update.release()
             self._update = None
         self.precision_plugin.convert_module(module)  # in place
+        if fitting:
+            adjust.apply_layer_sync(self, module)
         self._cut(module, target, buckets=fitting and bool(module.automatic_optimization))
         self.model = module
-        confine_metrics(module, self.mesh)
+        adjust.confine_metrics(module, self.mesh)
+        adjust.announce_summary(self, trainer)
         load_pending(self)
         if fitting:
             self.setup_optimizers(trainer)
@@ -220,6 +222,7 @@ class MegatronStrategy(MeshStrategy):
                 self.config,
                 seed=self.seed,
                 params_dtype=policy.params_dtype if target is not None else None,
+                main_params_dtype=policy.main_params_dtype if target is not None else None,
             )
         self._parallel.set_buckets(
             self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
@@ -265,6 +268,7 @@ class MegatronStrategy(MeshStrategy):
         result = self._run(
             "training_step", batch, args, self.precision_plugin.train_step_context, training=True
         )
+        self._update.end_run()
         log_published(module, result.published.logs, self._window.add(result.published))
         return self._training_output(result)
 
@@ -417,14 +421,21 @@ class MegatronStrategy(MeshStrategy):
             samples = sum(micro_batch.num_samples for micro_batch in micro_batches)
             batch_index = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
             position = Position(batch_index=batch_index, first_sample=self.mesh.dp.rank * samples)
-        return self._runner.run(
+        result = self._runner.run(
             hook,
             micro_batches,
             args,
             context=context,
+            batch_mark=self._mark(batch),
             position=position,
             reduce_now=training and self._reduce_now,
         )
+        if not training:
+            self.parallel_model.reshard()
+        return result
+
+    def _mark(self, batch: Any) -> int | None:
+        return loaders.fingerprint(batch) if self.config.model_parallel_size > 1 else None
 
     def _split(self, batch: Any) -> list[MicroBatch]:
         assert self.lightning_module is not None
@@ -493,6 +504,7 @@ class MegatronStrategy(MeshStrategy):
             self._update.close(wait=not (self.fails_alone or self.failed_after_another))
         if self._parallel is not None:
             self._parallel.release_buckets()
+        adjust.revert_layer_sync(self)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -1,0 +1,79 @@
+"""What the optimizer updates of fully sharded parameters: each rank's local tensor, as it lies.
+
+The parts share memory with the DTensors that torch's `fully_shard` made, so nothing is copied and
+nothing has to be gathered after a step: the next forward pass does that. The optimizer sees plain
+tensors, which its fused kernels and clipping take without DTensor's dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from megatron_lightning.parallel.fsdp import shard_of
+
+
+class LocalParts:
+    """Parts of the sharded ones among `named_parameters`; stands where `ParameterShards` does.
+
+    `has_masters` says that the forward pass reads them rounded to another dtype.
+    """
+
+    def __init__(
+        self, named_parameters: Mapping[str, Parameter], *, has_masters: bool = False
+    ) -> None:
+        self._parameters = dict(named_parameters)
+        self.has_masters = has_masters
+        self.ranges: dict[str, tuple[int, int]] = {}
+        """(start, stop) of the part of each flattened parameter that this rank updates; may be
+        empty."""
+        self._parts: dict[str, Parameter] = {}
+        self.extend()
+
+    def parts(self) -> dict[str, Parameter]:
+        """What this rank updates, by name, in the local shape. Empty parts are left out."""
+        return dict(self._parts)
+
+    def extend(self) -> None:
+        """Take in parameters that were sharded since."""
+        for name, parameter in self._parameters.items():
+            if name not in self.ranges and isinstance(parameter, DTensor):
+                local, start = shard_of(parameter)
+                self.ranges[name] = (start, start + local.numel())
+                if local.numel():
+                    self._parts[name] = Parameter(local)
+
+    def attach_gradients(self) -> None:
+        """Give each part the local gradient of its parameter."""
+        for name, part in self._parts.items():
+            grad = self._parameters[name].grad
+            part.grad = grad.to_local() if isinstance(grad, DTensor) else None
+
+    def detach_gradients(self) -> None:
+        """Take the parts' gradients away, and the parameters' own."""
+        for name, part in self._parts.items():
+            part.grad = self._parameters[name].grad = None
+
+    def begin_gather(self) -> None:
+        """Nothing: a forward pass gathers what it needs."""
+
+    def wait(self, names: Iterable[str] | None = None) -> None:
+        """Nothing to wait for."""
+
+    def copy_from_model(self) -> None:
+        """Nothing: parts are the parameters."""
+
+    def close(self, *, wait: bool = True) -> None:
+        """Nothing to let go."""
+
+    def release(self, *, wait: bool = True) -> None:
+        """Forget the parts."""
+        self._parts, self.ranges = {}, {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Parts, for memory reports and tests."""
+        return tuple(self._parts.values())

@@ -1,0 +1,282 @@
+"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2): parameters, gradients and
+optimizer state are spread over the data axis (ZeRO stages 2 and 3, arXiv 1910.02054).
+
+It gets plain tensors, already cut by tensor and pipeline parallelism, and a device mesh of the data
+axis alone. Every layer is a unit that is gathered for its forward and backward; what is outside of
+the layers (embedding, final norm, head) is gathered for a whole pass. Gradients are summed, never
+averaged: a window's weight divides them, as everywhere else. Expert parameters, which lie on
+another axis, are not handled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed.fsdp as fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from megatron_lightning.config.plan import ParameterInfo
+from megatron_lightning.parallel.flat import is_tensor_partial, sum_tensors
+from megatron_lightning.parallel.mesh import ParallelMesh
+
+Fill = Callable[[nn.Module, str], None]
+"""Gives a module below the network, at a path, its values: `fill(module, path)`."""
+
+
+def is_sharded_over(mesh: ParallelMesh) -> bool:
+    """Return whether there is more than one rank to shard over; with one, nothing is sharded."""
+    return mesh.axis("dp_shard").size > 1
+
+
+def data_mesh(mesh: ParallelMesh) -> DeviceMesh:
+    """Return the mesh that parameters are sharded over: (dp_shard,), or (dp_replica, dp_shard)."""
+    shard, replica = mesh.axis("dp_shard"), mesh.axis("dp_replica")
+    kind = mesh.device.type
+    if replica.size == 1:
+        return DeviceMesh.from_group(shard.group, kind, mesh_dim_names=("dp_shard",))
+    return DeviceMesh.from_group(
+        [replica.group, shard.group],
+        kind,
+        mesh=torch.tensor(mesh.dp_cp.ranks).view(replica.size, shard.size),
+        mesh_dim_names=("dp_replica", "dp_shard"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """How modules are sharded."""
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool = True
+    """False: keep a layer gathered from its forward to its backward (ZeRO-2)."""
+    compute_dtype: torch.dtype | None = None
+    """Dtype in which parameters are gathered; None: their own."""
+    storage_dtype: torch.dtype | None = None
+    """Dtype of the shards, which the optimizer updates; None: as the parameters are."""
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Torch's form of the dtypes. Gradients are summed in float32, inputs are left alone."""
+        low = (torch.bfloat16, torch.float16)
+        reduces = torch.float32 if self.compute_dtype in low else None
+        param = self.compute_dtype if self.compute_dtype is not self.storage_dtype else None
+        return MixedPrecisionPolicy(
+            param_dtype=param, reduce_dtype=reduces, cast_forward_inputs=False
+        )
+
+
+def shard_network(
+    network: nn.Module, layers: Sequence[tuple[str, nn.Module]], options: ShardOptions, fill: Fill
+) -> FSDPModule:
+    """Fill and shard `layers` (path below the network, module) one by one, then the rest.
+
+    No more than one layer is ever there as a whole. Returns the network, whose forward gathers what
+    is outside of the layers.
+    """
+    for path, layer in layers:
+        fill(layer, path)
+        if any(True for _ in layer.parameters()):
+            _shard(layer, options, reshard_after_forward=options.reshard_after_forward)
+    fill(network, "")
+    return _shard(network, options, reshard_after_forward=False)
+
+
+def _shard(module: nn.Module, options: ShardOptions, *, reshard_after_forward: bool) -> FSDPModule:
+    if options.storage_dtype is not None:
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(options.storage_dtype)
+    fully_shard(
+        module,
+        mesh=options.mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=options.policy(),
+    )
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)  # sums
+    module.set_force_sum_reduction_for_comms(True)  # by a plain sum, which every backend has
+    return module
+
+
+def shard_children(module: nn.Module, options: ShardOptions) -> list[FSDPModule]:
+    """Shard a user's module that has no plan: entries of its module lists, then each child.
+
+    Returns the children that were sharded. ValueError for parameters that no child's forward would
+    gather.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"data_parallel.sharding='fsdp': {type(module).__name__} holds parameters itself"
+            f" ({own[:3]}), which no submodule's forward would gather; move them into a submodule,"
+            " or set sharding='optimizer'"
+        )
+    roots: list[FSDPModule] = []
+    for name, child in module.named_children():
+        if not any(True for _ in child.parameters()):
+            continue
+        units = [entry for entry in _list_entries(child) if any(True for _ in entry.parameters())]
+        for unit in units:
+            _shard(unit, options, reshard_after_forward=options.reshard_after_forward)
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            roots += [unit for unit in units if isinstance(unit, FSDPModule)]
+        elif type(child).forward is nn.Module.forward:
+            raise ValueError(
+                f"data_parallel.sharding='fsdp': {type(module).__name__}.{name}"
+                f" ({type(child).__name__}) has parameters but no forward that would gather them;"
+                " use them through a module's forward, or set sharding='optimizer'"
+            )
+        else:
+            roots.append(_shard(child, options, reshard_after_forward=False))
+    left = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    if left:
+        raise ValueError(
+            f"data_parallel.sharding='fsdp': {left[:3]} of {type(module).__name__} lie in lists of"
+            " lists, whose entries can't be sharded one by one; flatten the lists, or set"
+            " sharding='optimizer'"
+        )
+    return roots
+
+
+def _list_entries(module: nn.Module) -> list[nn.Module]:
+    """Entries of the outermost module lists at or below `module`, which are its layers."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [entry for entry in module.children() if not _is_container(entry)]
+    return [entry for child in module.children() for entry in _list_entries(child)]
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def share_streams(roots: Sequence[FSDPModule]) -> None:
+    """Let all roots of a rank use one set of communication streams, where torch offers it."""
+    share = getattr(fsdp, "share_comm_ctx", None)
+    if share is not None and len(roots) > 1:
+        share(list(roots))
+
+
+def reshard(root: FSDPModule) -> None:
+    """Free what `root` and the modules in it have gathered."""
+    for module in root.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def shard_of(tensor: DTensor) -> tuple[Tensor, int]:
+    """Return this rank's part of a sharded tensor: (local tensor, its first element's index in the
+    flattened whole).
+    """
+    local = tensor.to_local().detach()
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    row = chunks[0].offsets[0] if chunks and local.dim() else 0
+    return local, int(row) * (local[:1].numel() if local.numel() else 0)
+
+
+class ShardedGradients:
+    """Gradients of fully sharded parameters over one window; stands where `GradientBuckets` do.
+
+    Micro-batches are summed in whole gradients and reduced by the last backward pass of the window,
+    or each by its own with `reduce_each`. `roots` are the sharded networks of each chunk.
+    """
+
+    sharded = True
+    is_stale = False
+
+    def __init__(
+        self,
+        roots: Sequence[Sequence[FSDPModule]],
+        named_parameters: Mapping[str, Parameter],
+        table: Mapping[str, ParameterInfo],
+        mesh: ParallelMesh,
+        *,
+        sequence_parallel: bool,
+        tied: Sequence[str] = (),
+        reduce_each: bool = False,
+    ) -> None:
+        self._roots = [list(chunk) for chunk in roots]
+        self._parameters = dict(named_parameters)
+        self._mesh = mesh
+        self._reduce_each = reduce_each
+        self._partial = [
+            name
+            for name in self._parameters
+            if is_tensor_partial(table[name], sequence_parallel=sequence_parallel)
+        ]
+        self._tied = tuple(tied) if mesh.axis("edges").size > 1 else ()
+        self._sums: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------------ one window
+
+    def reset(self) -> None:
+        """Begin an accumulation window."""
+        self._sums = {}
+        self.withdraw()
+        for chunk in range(len(self._roots)):
+            self._expect_last(chunk, False)
+
+    rebuild = reset
+
+    def begin_run(self) -> None:
+        """Before a batch: let autograd add to the sums so far."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._sums.get(name)
+
+    def end_run(self) -> None:
+        """After a batch: put the sums aside, where zeroing doesn't reach them."""
+        self._sums = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        self.withdraw()
+
+    def arm(self, chunk: int = 0, names: Collection[str] | None = None) -> None:
+        """Say that the next backward pass of `chunk` is its last one: it reduces gradients."""
+        assert names is None, "split backwards are refused with fully sharded parameters"
+        self._expect_last(chunk, True)
+
+    def finish(self, weight: Tensor | float) -> None:
+        """Complete the window: sum over tensor ranks and tied copies, divide by `weight`."""
+        partial = [self._local(name) for name in self._partial if name in self._sums]
+        sum_tensors(partial, self._mesh.tp)
+        sum_tensors(self._tied_sums(), self._mesh.axis("edges"))
+        divisor = torch.as_tensor(weight, device=self._mesh.device)
+        divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+        for name in self._sums:
+            local = self._local(name)
+            local.div_(divisor.to(torch.promote_types(local.dtype, torch.float32)))
+
+    def publish(self, *, in_parameter_dtype: bool = False) -> None:
+        """Make each parameter's `grad` its reduced gradient, a DTensor as the parameter."""
+        self.begin_run()
+
+    def withdraw(self) -> None:
+        """Take every `grad` away."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def release(self) -> None:
+        """Let autograd reduce each pass by itself again, and drop the sums."""
+        self._sums = {}
+        self.withdraw()
+        for chunk in range(len(self._roots)):
+            self._expect_last(chunk, True)
+
+    def _expect_last(self, chunk: int, last: bool) -> None:
+        for root in self._roots[chunk]:
+            root.set_requires_gradient_sync(last or self._reduce_each)
+            root.set_is_last_backward(last)
+
+    def _local(self, name: str) -> Tensor:
+        grad = self._sums[name]
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def _tied_sums(self) -> list[Tensor]:
+        """Local sums of tied parameters; zeros where this stage got none and the other may have."""
+        trained = [name for name in self._tied if self._parameters[name].requires_grad]
+        for name in trained:
+            if name not in self._sums:
+                self._sums[name] = torch.zeros_like(self._parameters[name])
+        return [self._local(name) for name in trained]

@@ -1,0 +1,66 @@
+"""Fully sharded parameters (`parallel.fsdp`) within a cut model: what is a unit, and how a pipeline
+chunk is entered through the hooks that gather it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.parallel.fsdp import (
+    ShardOptions,
+    data_mesh,
+    is_sharded_over,
+    share_streams,
+)
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.runtime.model import ParallelModel
+
+ENTRY = "run_chunk"
+"""Attribute of a chunk's network: the method that a pipelined run calls it by."""
+
+
+def shard_options(
+    mesh: ParallelMesh,
+    config: ParallelConfig,
+    params_dtype: torch.dtype | None,
+    main_params_dtype: torch.dtype | None,
+) -> ShardOptions | None:
+    """How parameters are sharded; None where they aren't: another choice, or one data rank."""
+    if config.data_parallel.sharding != "fsdp" or not is_sharded_over(mesh):
+        return None
+    return ShardOptions(
+        mesh=data_mesh(mesh),
+        reshard_after_forward=config.data_parallel.reshard_after_forward,
+        compute_dtype=params_dtype,
+        storage_dtype=main_params_dtype,
+    )
+
+
+def layers_of(network: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Module]]:
+    """(path, module) of the layers that are here. Empty where the plan names none: the network is
+    one unit then.
+    """
+    if plan.layers is not None:
+        container = network.get_submodule(plan.layers)
+        return [(f"{plan.layers}.{name}", layer) for name, layer in container.named_children()]
+    return list(network.named_children()) if isinstance(network, nn.Sequential) else []
+
+
+def enter_sharded(model: ParallelModel, roots: Sequence[tuple[FSDPModule, ...]]) -> None:
+    """Note the sharded modules of each chunk, and enter pipeline chunks through their hooks."""
+    model.sharded_roots = tuple(roots)
+    share_streams([root for chunk in roots for root in chunk])
+    if model.pipelined is None:
+        return
+    for chunk in model.pipelined.parts:
+        network: Any = chunk.network
+        setattr(network, ENTRY, chunk.run)
+        register_fsdp_forward_method(network, ENTRY)
+        chunk.entry = getattr(network, ENTRY)
