@@ -176,6 +176,15 @@ class GradientBuckets:
                 }
         self._launch_ready()
 
+    def launch_rest(self) -> None:
+        """After the last backward pass of a window: start the buckets that it didn't fill here.
+
+        On another replica they may have started already, and collectives of one group must come in
+        one order on all ranks: nothing else may use the group before this.
+        """
+        for bucket in self._buckets[self._launched :] if self._overlap else ():
+            self._launch(bucket)
+
     def arrived(self, name: str) -> None:
         """Say that this pass' gradient of `name` is in its view (ops that add there in place)."""
         slot = self._slots[name]

@@ -152,6 +152,11 @@ class ParallelModel:
 
         return arm
 
+    def end_backward(self) -> None:
+        """After the passes that `arming` was for: what is left of the reductions starts."""
+        if isinstance(self.buckets, GradientBuckets):
+            self.buckets.launch_rest()
+
     def reshard(self) -> None:
         """Free what fully sharded modules have gathered; their shards are what counts then."""
         for root in (root for chunk in self.sharded_roots for root in chunk):

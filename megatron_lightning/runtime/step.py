@@ -110,6 +110,8 @@ class StepRunner:
                 before_last_backward=self._model.arming() if reduce_now else None,
                 timeline=self.timeline,
             )
+        if reduce_now:
+            self._model.end_backward()
         source = self._model.holds_last
         with span(self.timeline, Category.COLLECTIVE, "publish losses and logs"):
             published = self._publisher.publish(
