@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import ContextConfig, GPTConfig, RuntimeConfig
+from megatron_lightning.config import (
+    ContextConfig,
+    DataParallelConfig,
+    GPTConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.models import GPTModel
 from tests import tolerances
 from tests.distributed.test_resume import fit
@@ -18,7 +25,9 @@ from tests.harness import RankError, run_ranks_fresh
 from tests.layout_runs import (
     SEQUENCE,
     Batches,
+    Recorder,
     Run,
+    assemble,
     assert_same_training,
     global_batch,
     make_strategy,
@@ -197,6 +206,37 @@ def test_with_other_axes(layout: str, form: str) -> None:
     assert_same_training(run_ranks_fresh(train, world_size, run), single("tied_learned"))
 
 
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "recompute_layers": (2, dict(recompute=RecomputeConfig(mode="full"))),
+    "recompute_attention": (2, dict(recompute=RecomputeConfig(mode="selective"))),
+    "sharded_optimizer": (4, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
+    "zero_bubble": (
+        4,
+        dict(
+            pipeline_parallel_size=2,
+            micro_batch_size=2,
+            pipeline=PipelineConfig(schedule="zb-h1"),
+        ),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OTHERS)
+def test_with_other_options(option: str) -> None:
+    world_size, options = OTHERS[option]
+    run = run_of("tied_learned", layout=over_ranks(2, "ring", **options))
+    assert_same_training(run_ranks_fresh(train, world_size, run), single("tied_learned"))
+
+
+@pytest.mark.slow
+def test_bfloat16() -> None:
+    trainer = dict(precision="bf16-mixed")
+    alone = run_ranks_fresh(train, 1, run_of("windows", "packed", trainer=trainer))[0]
+    run = run_of("windows", "packed", trainer=trainer, layout=over_ranks(2, "ring"))
+    assert_same_training(run_ranks_fresh(train, 2, run), alone, torch.bfloat16)
+
+
 @pytest.mark.slow
 def test_all_axes_at_16_ranks() -> None:
     options = JOINED["tp2_sp_pp2_cp2"][1]
@@ -297,3 +337,45 @@ def test_an_unknown_field_is_named() -> None:
         run_ranks_fresh(fit_unknown_field, 2, run)
     known = over_ranks(2, "ring", sequence_dims={"quality": 1})
     run_ranks_fresh(fit_unknown_field, 2, run_of("grouped", layout=known))
+
+
+class PlainLoss(GPTModel):
+    """A user's step: the mean over labels that aren't ignored, not a number where there is none."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch["tokens"], batch["position_ids"]).permute(1, 2, 0)  # (B, V, S)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"], ignore_index=-100)
+
+
+def one_true_label(run: Run, index: int) -> dict[str, Tensor]:
+    batch = one_label(run, index)
+    batch["labels"] = batch["labels"].masked_fill(batch.pop("loss_mask") == 0, -100)
+    batch["labels"][1:] = -100
+    return batch | {"position_ids": torch.arange(SEQUENCE).repeat(len(batch["labels"]), 1)}
+
+
+def fit_plain(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    recorder = Recorder(dataclasses.replace(run, normalization="token"))
+    trainer = L.Trainer(
+        strategy=make_strategy(run.layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=[recorder],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    recorder.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+    trainer.fit(PlainLoss(run.config), Batches(run))
+    return {"gradients": recorder.gradients[0], "norm": recorder.norms[0]}
+
+
+def test_a_rank_whose_plain_mean_is_not_a_number() -> None:
+    options = dict(config=MODELS["grouped"], make_batch=one_true_label, keep_gradients=(0,))
+    alone = run_ranks_fresh(fit_plain, 1, Run(**options))[0]
+    ranks = run_ranks_fresh(fit_plain, 2, Run(layout=over_ranks(2, "ring"), **options))
+    found = assemble([rank["gradients"] for rank in ranks])
+    for name, want in assemble([alone["gradients"]]).items():
+        tolerances.assert_gradient_close(name, found[name], want, alone["norm"])
