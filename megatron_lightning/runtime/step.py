@@ -244,6 +244,7 @@ class _Stage(StageRunner):
         backward pass: there the module has to take care (`layers.masked_mean` does).
         """
         alone = batch.context is None and self._runner.mesh.axis("ep").size == 1
+        alone = alone and not any(self._runner.model.sharded_roots)
         return alone and not loss.is_cuda and float(weight) == 0 and not bool(loss.isfinite())
 
 
