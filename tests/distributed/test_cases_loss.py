@@ -1,6 +1,7 @@
 """Reported cases on the loss, through whole runs: padded vocabulary, no tokens, logged values."""
 
 import csv
+import dataclasses
 import functools
 import logging
 import math
@@ -25,10 +26,12 @@ from tests.layout_runs import (
     Run,
     TokenBatches,
     assemble,
+    assert_same_training,
     boxes,
     global_batch,
     make_strategy,
     tiny_config,
+    train,
 )
 
 
@@ -287,3 +290,28 @@ def test_c10_the_logged_loss_is_the_windows_token_mean(tmp_path: Path) -> None:
     assert got == pytest.approx(want, rel=1e-5)
     assert got[0] == pytest.approx(window_mean(run), rel=1e-5)
     assert got[-1] == pytest.approx(ranks[0]["train_loss"], rel=1e-6)
+
+
+# ---------------------------------------------------------------- C06
+
+
+def first_loss(run: Run) -> float:
+    """The smoothed loss with the initial weights, by torch, over the true vocabulary."""
+    model, batch = GPTModel(run.config), global_batch(run, 0)
+    with torch.no_grad():
+        logits = model(batch["tokens"]).transpose(0, 1).flatten(0, 1)  # (B S, V)
+        losses = torch.nn.functional.cross_entropy(
+            logits, batch["labels"].flatten(), reduction="none", label_smoothing=0.1
+        )
+    mask = batch["loss_mask"].flatten()
+    return float((losses * mask).sum() / mask.sum())
+
+
+def test_c06_label_smoothing_is_that_of_the_whole_vocabulary() -> None:
+    """C06: the same loss on both ranks, the unsharded formula, and the gradients of one process."""
+    config = tiny_config(label_smoothing=0.1, make_vocab_size_divisible_by=128)
+    run = Run(config=config, layout=dict(tensor_parallel_size=2), steps=3, keep_gradients=(0, 2))
+    ranks = run_ranks_fresh(train, 2, run)
+    [single] = run_ranks_fresh(train, 1, dataclasses.replace(run, layout={}))
+    assert_same_training(ranks, single)
+    assert ranks[0]["losses"][0] == pytest.approx(first_loss(run), rel=1e-5)

@@ -1,6 +1,8 @@
 """Users' own LightningModules over data, tensor and pipeline axes, against one process."""
 
 import functools
+import logging
+import math
 from typing import Any
 
 import lightning as L
@@ -14,8 +16,9 @@ from megatron_lightning import MegatronStrategy
 from megatron_lightning.config import ParallelPlan, replicated
 from megatron_lightning.runtime.batch import MicroBatches
 from tests import tolerances
+from tests.distributed.test_cases_loss import MaskedBatches, second_replica
 from tests.harness import RankError, run_ranks_fresh
-from tests.layout_runs import Batches, Recorder, Run, assert_same_training, global_batch
+from tests.layout_runs import Batches, Recorder, Run, assemble, assert_same_training, global_batch
 from tests.user_modules import (
     Classifier,
     Decoder,
@@ -504,3 +507,141 @@ def test_other_layouts_in_the_same_processes() -> None:
     for rank in run_ranks_fresh(fit_layouts, 2):
         for losses in rank:
             assert losses == pytest.approx(want, rel=1e-5)
+
+
+# ---------------------------------------------------------------- steps that give nothing
+
+
+class SometimesNone(OwnTransformer):
+    """Skips the second batch on data rank 1, everywhere the third; a mean over micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.losses(batch)
+        self.log("train_loss", loss)
+        rank = self.trainer.distributed_sampler_kwargs["rank"]
+        return None if batch_idx == 2 or (batch_idx == 1 and rank == 1) else loss
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, {}), (4, dict(pipeline_parallel_size=2))])
+def test_a_step_may_give_none_on_some_ranks(size: int, layout: dict[str, Any]) -> None:
+    run = user_run(layout=layout | dict(plan=decoder_plan()), keep_gradients=(1, 2))
+    ranks = run_ranks_fresh(fit_module, size, SometimesNone, run, timeout=60)
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"]
+        assert rank["losses"][2] == 0.0  # nothing, so nothing was learnt
+        assert rank["norms"][1] > 0.0
+        assert rank["norms"][2] == 0.0
+        assert all(math.isfinite(loss) for loss in rank["losses"])
+    assemble([rank["final"] for rank in ranks])  # replicas are still equal
+
+
+class Branch(Classifier):
+    """A part of the network that only one data rank uses in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.body[0](x)[:, :4]
+        if (batch_idx + self.global_rank) % 2:
+            logits = logits + self.extra(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("train_loss", loss)
+        return loss
+
+
+def test_a_part_that_one_replica_does_not_use() -> None:
+    """Its gradient is the other's share, as with DDP(find_unused_parameters=True)."""
+    run = user_run(steps=3)
+    first, second = run_ranks_fresh(fit_pairs, 2, Branch, run, 24, 4, timeout=60)
+    for name, value in first["final"].items():
+        assert torch.equal(value, second["final"][name]), name
+    untrained = dict(Branch().named_parameters())
+    assert not torch.equal(first["final"]["body.0.weight"], untrained["body.0.weight"])
+
+
+def fit_masked(rank: int, world_size: int, layout: dict[str, Any], only: int | None) -> Any:
+    run = user_run(layout=layout | dict(plan=decoder_plan()), keep_gradients=(0,))
+    recorder = Recorder(run)
+    trainer = quiet_trainer(run, world_size, [recorder])
+    trainer.fit(OwnTransformer(), MaskedBatches(run, second_replica, only))
+    return results(trainer, recorder)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, {}), (4, dict(pipeline_parallel_size=2))])
+def test_a_mean_over_no_tokens_is_left_out(size: int, layout: dict[str, Any]) -> None:
+    """0/0 on data rank 1: its gradient would not be a number, and no token of it counts."""
+    [single] = run_ranks_fresh(fit_masked, 1, {}, 0)
+    for rank in run_ranks_fresh(fit_masked, size, layout, None):
+        assert rank["losses"] == pytest.approx(single["losses"], rel=1e-5)
+
+
+# ---------------------------------------------------------------- names, and odd parameters
+
+
+class ByName(OwnTransformer):
+    """Parameter groups by name, as one writes them for a whole network."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        named = dict(self.named_parameters())
+        fast = [p for n, p in named.items() if n.startswith(("net.head", "net.blocks.3"))]
+        slow = [p for n, p in named.items() if not n.startswith(("net.head", "net.blocks.3"))]
+        groups = [dict(params=slow, lr=1e-4), dict(params=fast, lr=1e-3)]
+        return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["pp2"][1], dict(pipeline_parallel_size=2, virtual=2)])
+def test_names_are_those_of_the_whole_network(layout: dict[str, Any]) -> None:
+    [single] = run_ranks_fresh(fit_module, 1, ByName, user_run(layout=dict(plan=decoder_plan())))
+    run = user_run(layout=layout | dict(plan=decoder_plan()))
+    ranks = run_ranks_fresh(fit_module, 2, ByName, run)
+    assert ranks[0]["losses"] == pytest.approx(single["losses"], rel=1e-5)
+
+
+class Convolution(L.LightningModule):
+    """Channels-last weights (not contiguous), a list of modules called `chunks`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList([nn.Conv2d(1, 4, 2), nn.Conv2d(4, 2, 2)])
+        self.to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for layer in self.chunks:
+            x = torch.tanh(layer(x.view(len(x), -1, 4, 2) if x.dim() == 2 else x[:, :, :, :]))
+            x = F.pad(x, (0, 1, 0, 1))
+        loss = F.cross_entropy(x.mean((2, 3)), y % 2)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_strided_weights_and_a_list_called_chunks() -> None:
+    run = user_run(steps=4)
+    first, second = run_ranks_fresh(fit_pairs, 2, Convolution, run, 32, 4)
+    assert set(first["final"]) == {f"chunks.{i}.{n}" for i in (0, 1) for n in ("weight", "bias")}
+    for name, value in first["final"].items():
+        assert torch.equal(value, second["final"][name]), name
+
+
+def fit_detached(rank: int, world_size: int) -> list[str]:
+    class Detached(OwnTransformer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"].detach()
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_lightning").addHandler(handler)
+    run = user_run(layout=dict(plan=decoder_plan()), steps=2)
+    quiet_trainer(run, world_size, []).fit(Detached(), Batches(run))
+    return [message for message in messages if "does not depend on any trainable" in message]
+
+
+def test_a_loss_without_a_gradient_is_said() -> None:
+    assert len(run_ranks_fresh(fit_detached, 1)[0]) == 1
