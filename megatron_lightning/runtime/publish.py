@@ -51,17 +51,25 @@ class Publisher:
         self._axis = mesh.axis("pp_dp_cp")
         self._known: dict[int, tuple[LogKey, ...]] = {}
 
-    def publish(self, loss: Total | None, logs: Mapping[LogKey, Total] | None) -> Published:
+    def publish(
+        self,
+        loss: Total | None,
+        logs: Mapping[LogKey, Total] | None,
+        batch_mark: int | None = None,
+    ) -> Published:
         """Reduce `loss` (sum, weight) and `logs`; ranks that hold no last stage pass None for both.
 
-        Raises ValueError when last stages logged different keys.
+        Raises ValueError when last stages logged different keys, or when the ranks of a model copy
+        ran different batches: `batch_mark` is then not the same on all of them.
         """
         device = self._mesh.device
         if self._axis.size == 1:
             assert loss is not None
             assert logs is not None
+            if batch_mark is not None:
+                self._vote(0, batch_mark)
             return Published(loss_sum=loss[0], weight=loss[1], logs=logs)
-        keys = self._agree(None if logs is None else tuple(logs))
+        keys = self._agree(None if logs is None else tuple(logs), batch_mark)
         summed = torch.zeros(2 + 2 * len(keys), dtype=torch.float64, device=device)
         extremes = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=device)
         if loss is not None and logs is not None:
@@ -75,13 +83,24 @@ class Publisher:
         totals = {key: _total(key, i, summed, extremes) for i, key in enumerate(keys)}
         return Published(loss_sum=summed[0], weight=summed[1], logs=totals)
 
-    def _agree(self, own: tuple[LogKey, ...] | None) -> tuple[LogKey, ...]:
-        """Key list of the last stages, on every rank."""
-        signature = None if own is None else _signature(own)
+    def _vote(self, signature: int | None, batch_mark: int | None) -> tuple[int, int]:
+        """Highest and lowest signature of keys; ValueError where a copy's marks differ."""
         lowest = torch.iinfo(torch.int64).min
-        votes = torch.tensor([lowest, lowest] if signature is None else [signature, -signature])
+        mine = (signature, *(None,) * self._mesh.dp.size)
+        if batch_mark is not None:
+            before = self._mesh.dp.rank
+            mine = (signature, *mine[1 : 1 + before], batch_mark, *mine[2 + before :])
+        votes = torch.tensor([[lowest] * 2 if vote is None else [vote, -vote] for vote in mine])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._mesh.control_group)
-        agreed, other = int(votes[0]), -int(votes[1])
+        (agreed, other), *marks = votes.tolist()
+        torn = [copy for copy, (high, low) in enumerate(marks) if high != lowest and high != -low]
+        if torn:
+            raise ValueError(_torn_message(torn))
+        return agreed, -other
+
+    def _agree(self, own: tuple[LogKey, ...] | None, batch_mark: int | None) -> tuple[LogKey, ...]:
+        """Key list of the last stages, on every rank."""
+        agreed, other = self._vote(None if own is None else _signature(own), batch_mark)
         if agreed == other and agreed in self._known:
             return self._known[agreed]
         everyone: list[tuple[LogKey, ...] | None] = [None] * self._mesh.world_size
@@ -96,6 +115,15 @@ class Publisher:
 def _signature(keys: Sequence[LogKey]) -> int:
     digest = hashlib.blake2b(repr(keys).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
+
+
+def _torn_message(copies: Sequence[int]) -> str:
+    return (
+        f"the ranks of one model copy got different batches (data-parallel index {copies}): tensor,"
+        f" pipeline and context ranks must work on the same samples. Samplers are kept equal; draw"
+        f" random changes of samples, and iterable data sets, from a generator seeded by the"
+        f" sample's index or by epoch, not from the process' random state"
+    )
 
 
 def _mismatch_message(everyone: Sequence[tuple[LogKey, ...] | None]) -> str:

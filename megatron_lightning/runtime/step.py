@@ -90,11 +90,13 @@ class StepRunner:
         context: Callable[[], AbstractContextManager[Any]],
         position: Position | None = None,
         reduce_now: bool = False,
+        batch_mark: int | None = None,
     ) -> StepResult:
         """Run the step function `hook` on all micro-batches; with a `position`, backward too.
 
         `reduce_now` says that this run closes the accumulation window, so that buckets may be
-        reduced as they fill.
+        reduced as they fill. `batch_mark` is a fingerprint of the batch, which the ranks of a model
+        copy must share; None where a copy has one rank.
         """
         training = position is not None
         actions = self.schedule(len(micro_batches), forward_only=not training)[self._mesh.pp.rank]
@@ -115,7 +117,9 @@ class StepRunner:
         source = self._model.holds_last
         with span(self.timeline, Category.COLLECTIVE, "publish losses and logs"):
             published = self._publisher.publish(
-                stage.loss_total() if source else None, recorder.totals if source else None
+                stage.loss_total() if source else None,
+                recorder.totals if source else None,
+                batch_mark,
             )
         return StepResult(published=published, outputs=stage.outputs)
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _DEALT = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
+_SAMPLED = 4096
+_PRIME = 1_000_003
 
 
 class SharedSampler:
@@ -107,3 +112,20 @@ def _share_within_copy(strategy: MegatronStrategy, loader: DataLoader[Any]) -> N
     else:  # a DataLoader refuses the assignment, as it does that of a sampler
         name = "sampler" if inner is None else "batch_sampler"
         loader.__dict__[name] = SharedSampler(order, share)
+
+
+def fingerprint(batch: Any) -> int:
+    """A number that depends on the tensors of `batch` (on up to about 4096 entries of each), the
+    same wherever the batch is the same.
+    """
+    sums = []
+    for leaf in pytree.tree_leaves(batch):
+        if not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.is_complex():
+            continue
+        some = leaf.detach().flatten()[:: max(1, leaf.numel() // _SAMPLED)]
+        bits = some.double().view(torch.int64) if some.is_floating_point() else some.long()
+        sums.append((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+    total = 0
+    for each in torch.stack(sums).tolist() if sums else ():
+        total = (total * _PRIME + each) % (1 << 62)
+    return total

@@ -1,0 +1,78 @@
+"""What of a user's module or Trainer means something else on several ranks, and is adjusted so that
+it keeps its meaning, or is said to show a part alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torchmetrics import Metric
+
+from megatron_lightning.parallel.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.megatron import MegatronStrategy
+
+
+def confine_metrics(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Let the torchmetrics objects of `module` that have no process group of their own sum over
+    data-parallel ranks alone. Over the world they would count the samples of a model copy once for
+    each of its ranks.
+    """
+    if mesh.dp.size == mesh.world_size:
+        return
+    for metric in module.modules():
+        if not isinstance(metric, Metric) or metric.process_group is not None:
+            continue
+        if mesh.dp.size == 1:
+            metric.distributed_available_fn = _not_distributed
+        else:
+            metric.process_group = mesh.dp.group
+
+
+def _not_distributed() -> bool:
+    return False
+
+
+def apply_layer_sync(strategy: MegatronStrategy, module: LightningModule) -> None:
+    """Exchange batch norms as `Trainer(sync_batchnorm=True)` asks, in place, before anything else
+    knows the module. Plans and tensor or pipeline ranks were refused before the start.
+    """
+    if strategy._layer_sync is not None and strategy.world_size > 1:
+        strategy._layer_sync.apply(module)
+
+
+def revert_layer_sync(strategy: MegatronStrategy) -> None:
+    """Put ordinary batch norms back, as DDP does at the end of a fit."""
+    module = strategy.lightning_module
+    if strategy._layer_sync is not None and strategy.world_size > 1 and module is not None:
+        strategy._layer_sync.revert(module)
+
+
+def announce_summary(strategy: MegatronStrategy, trainer: Trainer) -> None:
+    """Say how much of the model Lightning's summary shows: what rank 0 holds."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    model, mesh = strategy.parallel_model, strategy.mesh
+    shown = any(isinstance(callback, ModelSummary) for callback in callbacks)
+    if not shown or strategy.config.model_parallel_size == 1:
+        return
+    counted = [
+        info
+        for name, info in model.table.items()
+        if name in model.parameters
+        and not info.tied_copy
+        and (info.split.dim is not None or mesh.tp.is_first)
+    ]
+    total = torch.tensor(sum(info.numel for info in counted))
+    dist.all_reduce(total, group=mesh.control_group)
+    held = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
+    rank_zero_info(
+        f"The model has {int(total) // mesh.dp_cp.size:,} parameters; the summary shows the "
+        f"{held:,} of them that rank 0 holds ({mesh.describe()})"
+    )
