@@ -202,7 +202,10 @@ def _finish(
     parameters: dict[str, nn.Parameter] = {}
     chunk_of: dict[str, int] = {}
     chunks = [] if pipelined is None else pipelined.chunks
-    held_by = {id(p): number for number, chunk in enumerate(chunks) for p in chunk.parameters()}
+    held_by: dict[int, int] = {}  # the first chunk: a tied parameter is complete when that one is
+    for number, chunk in enumerate(chunks):
+        for parameter in chunk.parameters():
+            held_by.setdefault(id(parameter), number)
     for name, parameter in module.named_parameters():
         canonical = tied.get(name, name)
         parameters.setdefault(canonical, parameter)
