@@ -55,7 +55,9 @@ class Chunk:
         network: Any = self.network
         if isinstance(network, nn.Sequential):
             return self._run_sequential(args[0] if self.content.has_embedding else received)
-        carried = network.begin(*args, **kwargs) if self.content.has_embedding else received
+        carried: Any = received
+        if self.content.has_embedding:
+            carried = network.begin(*args, **kwargs)
         if isinstance(network, StagedNetwork):
             carried = network.run_layers(carried, *args, **kwargs)
         else:

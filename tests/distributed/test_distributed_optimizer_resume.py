@@ -1,5 +1,6 @@
 """Sharded optimizer state in checkpoints: bitwise on in the same layout, and through any other."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Run, make_strategy, tiny_config
 
 STEPS, SAVED_AT = 6, 3
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+def fully(**changes: Any) -> DataParallelConfig:
+    return DataParallelConfig(sharding="fsdp", **changes)
 
 
 def sharded(**changes: Any) -> DataParallelConfig:
@@ -23,15 +29,20 @@ def sharded(**changes: Any) -> DataParallelConfig:
 
 
 @pytest.mark.parametrize(
-    "moments_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+    "data_parallel",
+    [
+        pytest.param(sharded(), id="optimizer"),
+        pytest.param(sharded(moments_dtype="bfloat16"), id="moments", marks=pytest.mark.slow),
+        pytest.param(fully(), id="fsdp", marks=pytest.mark.slow),
+    ],
 )
-def test_same_layout_continues_bitwise(moments_dtype: Any, tmp_path: Path) -> None:
+def test_same_layout_continues_bitwise(data_parallel: DataParallelConfig, tmp_path: Path) -> None:
     """Bfloat16 weights, sharded masters, warm-up, dropout: 6 steps, or 3, a new process, 3
     (C30).
     """
     run = Run(
         config=tiny_config(hidden_dropout=0.1, attention_dropout=0.1),
-        layout=dict(tensor_parallel_size=2, data_parallel=sharded(moments_dtype=moments_dtype)),
+        layout=dict(tensor_parallel_size=2, data_parallel=data_parallel),
         learning_rate=1e-4,
         trainer=dict(precision="bf16-mixed"),
         steps=STEPS,
@@ -43,13 +54,22 @@ def test_same_layout_continues_bitwise(moments_dtype: Any, tmp_path: Path) -> No
     for one, other in zip(whole, rest, strict=True):
         assert other["losses"] == one["losses"][SAVED_AT:]
         assert other["rates"] == one["rates"][SAVED_AT:]
-        for name, (_, _, _, value) in one["final"].items():
-            assert torch.equal(other["final"][name][3], value), name
+        assert_equal(other["final"], one["final"])
         assert one["moments"]
         for name, state in one["moments"].items():
-            assert state["exp_avg"].dtype is getattr(torch, moments_dtype)
+            assert state["exp_avg"].dtype is getattr(torch, data_parallel.moments_dtype)
             for key, value in state.items():
                 assert torch.equal(other["moments"][name][key], value), (name, key)
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Bitwise, of boxes."""
+    assert found.keys() == wanted.keys()
+    for name, held in wanted.items():
+        pairs = zip(*(h if isinstance(h, list) else [h] for h in (found[name], held)), strict=True)
+        for one, other in pairs:
+            assert one[:3] == other[:3], name
+            assert torch.equal(one[3], other[3]), name
 
 
 def pass_through(rank: int, world_size: int, run: Run, resume: str, folder: str) -> None:
@@ -92,6 +112,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4_partial": (4, dict(data_parallel=sharded(replicas=2))),
     "dp3_offload": (3, dict(data_parallel=sharded(offload_optimizer=True))),
     "tp2_dp2": (4, dict(tensor_parallel_size=2, data_parallel=sharded())),
+    "dp4_full": (4, dict(data_parallel=fully())),
+    "tp2_dp2_full": (4, dict(tensor_parallel_size=2, data_parallel=fully())),
+    "dp4_hybrid": (4, dict(data_parallel=fully(replicas=2))),
     "tp2": (2, dict(tensor_parallel_size=2)),
     "pp2_dp2": (
         4,
@@ -103,8 +126,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("precision", "route"),
     [
-        ("bf16-mixed", ("tp2_dp2", "single", "dp4_partial", "pp2_dp2")),
-        pytest.param("32-true", ("tp2", "dp3_offload", "dp4", "single"), marks=pytest.mark.slow),
+        ("bf16-mixed", ("tp2_dp2", "dp4_full", "single", "pp2_dp2")),
+        slow("bf16-mixed", ("tp2_dp2_full", "dp4_partial", "dp4_hybrid")),
+        slow("32-true", ("tp2", "dp3_offload", "dp4", "dp4_full", "single")),
     ],
 )
 def test_state_passes_through_layouts_bitwise(

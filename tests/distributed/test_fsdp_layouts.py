@@ -1,11 +1,10 @@
 """Fully sharded parameters (FSDP2) train as one process does, with each other dimension."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from megatron_lightning.config import DataParallelConfig, PipelineConfig, RecomputeConfig
+from megatron_lightning.config import DataParallelConfig
 from tests.distributed.test_distributed_optimizer_layouts import (
     INTERLEAVED,
     PIPELINE,
