@@ -167,8 +167,6 @@ class OwnTransformer(L.LightningModule):
 class LateTransformer(OwnTransformer):
     """The network is built in `configure_model`, on the meta device."""
 
-    network_attribute = "net"
-
     def __init__(self, *, lr: float = 1e-3) -> None:
         L.LightningModule.__init__(self)
         self.net: nn.Module | None = None

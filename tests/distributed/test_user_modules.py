@@ -1,8 +1,11 @@
 """Users' own LightningModules over data, tensor and pipeline axes, against one process."""
 
+import dataclasses
 import functools
 import logging
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -645,3 +648,24 @@ def fit_detached(rank: int, world_size: int) -> list[str]:
 
 def test_a_loss_without_a_gradient_is_said() -> None:
     assert len(run_ranks_fresh(fit_detached, 1)[0]) == 1
+
+
+# ---------------------------------------------------------------- the page on own modules
+
+
+def fit_example(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    text = (Path(__file__).parents[2] / "docs" / "own_modules.md").read_text()
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0], names)
+    L.seed_everything(3)
+    plan = dict(plan=names["PLAN"])
+    return fit_module(
+        rank, world_size, names["Model"], dataclasses.replace(run, layout=run.layout | plan)
+    )
+
+
+def test_the_example_of_the_page_trains_alike() -> None:
+    [single] = run_ranks_fresh(fit_example, 1, user_run())
+    ranks = run_ranks_fresh(fit_example, 4, user_run(layout=LAYOUTS["tp2_sp_pp2"][1]))
+    assert ranks[3]["losses"] == pytest.approx(single["losses"], rel=1e-5)
+    assert single["losses"][-1] != single["losses"][0]
