@@ -25,12 +25,11 @@ from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.stage_messages import Arrival, StageMessages, TensorSpec
+from megatron_lightning.runtime.stage_outputs import StageResult, activations, loss, take_grad
 from megatron_lightning.runtime.timeline import Category, Timeline, span
 
 Key = tuple[int, int]
 """(micro_batch, chunk)"""
-
-StageResult = tuple[Tensor, ...] | Tensor | None
 
 
 class StageRunner(Protocol):
@@ -218,7 +217,10 @@ class _Run:
         with self._span(Category.COMPUTE, action), torch.set_grad_enabled(self.backward):
             result = self.runner.forward(*key, received)
         is_last = stage + 1 == self.placement.num_stages
-        outputs = self._loss(result, action) if is_last else self._activations(result, action)
+        if is_last:
+            outputs = loss(result, action.micro_batch, backward=self.backward)
+        else:
+            outputs = activations(result, action.chunk, self.engine.device)
         specs = tuple(TensorSpec.of(output, backward=self.backward) for output in outputs)
         if self.backward:
             pairs = zip(outputs, specs, strict=True)
@@ -230,7 +232,7 @@ class _Run:
         if not is_last:
             self._hand_on(outputs, specs, key, stage + 1)
         elif self.backward:
-            ones = tuple(torch.ones_like(loss) for loss in outputs if loss.requires_grad)
+            ones = tuple(torch.ones_like(output) for output in outputs if output.requires_grad)
             self.output_grads[key] = Arrival(ones)
 
     def _backward(self, action: Action) -> None:
@@ -242,7 +244,7 @@ class _Run:
                 torch.autograd.backward(kept.edges, grads)
         stage = self.placement.stage(self.engine.rank, action.chunk)
         if stage > 0:
-            self._hand_back(tuple(_take_grad(t) for t in kept.inputs), key, stage - 1)
+            self._hand_back(tuple(take_grad(t) for t in kept.inputs), key, stage - 1)
 
     def _leaving_weights(self, action: Action) -> AbstractContextManager[None]:
         if action.kind is not Kind.I:
@@ -320,36 +322,6 @@ class _Run:
     def _message_kind(self, action: Action) -> tuple[Hashable, bool, int]:
         """What decides the specs of an activation; a run without backwards asks for no gradient."""
         return self.signatures[action.micro_batch], self.backward, action.chunk
-
-    def _activations(self, result: StageResult, action: Action) -> tuple[Tensor, ...]:
-        outputs: list[Tensor] = []
-        for output in result if isinstance(result, tuple) else (result,):
-            if not isinstance(output, Tensor) or output.device != self.engine.device:
-                where = output.device if isinstance(output, Tensor) else type(output).__name__
-                raise ValueError(
-                    f"chunk {action.chunk} must return a tensor or a tuple of tensors on "
-                    f"{self.engine.device} for the next pipeline stage, but returned one {where}."
-                )
-            outputs.append(output)
-        return tuple(outputs)
-
-    def _loss(self, result: StageResult, action: Action) -> tuple[Tensor, ...]:
-        """The loss as a tuple of one, or of none if there is nothing to differentiate."""
-        if not self.backward or result is None:
-            return ()
-        if not isinstance(result, Tensor) or result.numel() != 1:
-            what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise ValueError(
-                f"the last pipeline stage must return a scalar loss for micro-batch "
-                f"{action.micro_batch}, or None, but returned {what}."
-            )
-        return (result,)
-
-
-def _take_grad(tensor: Tensor) -> Tensor:
-    """Move the gradient out of a received tensor; zeros if none has reached it."""
-    grad, tensor.grad = tensor.grad, None
-    return torch.zeros_like(tensor) if grad is None else grad
 
 
 def _peer(action: Action) -> int:
