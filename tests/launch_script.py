@@ -40,6 +40,9 @@ class Trouble(L.Callback):
             self.note()
             raise KeyError("no such thing in setup")
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        print(f"first step of rank {trainer.global_rank}: {trainer.global_step}", flush=True)
+
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if self.folder:
             (Path(self.folder) / f"step-{trainer.global_rank}").write_text(str(os.getpid()))
@@ -117,6 +120,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Make everything and fit."""
     if arguments.folder:
         Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    if arguments.mode == "import" and os.environ.get("LOCAL_RANK", "0") == str(arguments.rank):
+        sys.exit(3)
     trouble = Trouble(arguments.mode, arguments.rank, arguments.folder)
     callbacks: list[L.Callback] = [trouble]
     if arguments.save:

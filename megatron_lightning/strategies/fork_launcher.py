@@ -6,6 +6,7 @@ can hang it; results and failures come through one pipe per rank.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import os
 import signal
@@ -306,6 +307,7 @@ def _become_rank(number: int, port: int, parent: int) -> None:
     if not isinstance(sys.stdout, type(sys.__stdout__)):  # a notebook's, which needs its threads
         sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        vars(builtins).pop("get_ipython", None)  # progress bars would draw widgets in vain
     os.environ["LOCAL_RANK"] = str(number)
     os.environ["MASTER_PORT"] = str(port)
     # GNU OpenMP hangs in a fork once the process has used its threads before.

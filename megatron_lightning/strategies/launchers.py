@@ -140,7 +140,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             say(f"ranks {late} still run {_EXIT_SECONDS:g} s after rank 0 has ended; killed")
             for process in self.procs:
                 process.kill()
-        if self._failed():
+        if self._failed() and not self._strategy.has_failed:
             atexit.unregister(self._wait_for_ranks)
             atexit._run_exitfuncs()
             leave_at_once()

@@ -38,6 +38,7 @@ class MeshStrategy(ParallelStrategy):
         self._mesh: ParallelMesh | None = None
         self._guard: RunGuard | None = None
         self._interrupted = False
+        self._failed = False
 
     # ------------------------------------------------------------------ processes and mesh
 
@@ -138,6 +139,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._interrupted = isinstance(exception, KeyboardInterrupt)
+        self._failed = True
         if isinstance(self._launcher, ForkLauncher) and not self._launcher.is_rank:
             self._launcher.restore_callbacks()
         elif self._guard is not None:
@@ -154,6 +156,11 @@ class MeshStrategy(ParallelStrategy):
     def failed_after_another(self) -> bool:
         """Whether this rank failed only because another had."""
         return self._guard is not None and self._guard.secondary
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception, or a signal, ended a run in this process."""
+        return self._failed
 
     @property
     def was_interrupted(self) -> bool:
