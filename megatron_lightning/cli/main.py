@@ -32,6 +32,7 @@ COMMANDS = {
     "preprocess": Command("preprocess", "JSON lines to an indexed corpus, tokenizer included"),
     "generate": Command("generate", "continue a prompt with the model of a checkpoint"),
     "inspect": Command("inspect", "say what is in a checkpoint or a corpus"),
+    "plan": Command("plan", "check a layout and show what it needs, without GPUs"),
     "quickstart": Command("quickstart", "train, resume in another layout and generate, in minutes"),
 }
 

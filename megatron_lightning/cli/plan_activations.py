@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from megatron_lightning.config.activations import (
     kept_bytes_per_token,
     layer_rows,
 )
+from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.parallel.pipeline import ChunkUnits
 from megatron_lightning.precision.policy import policy_for
@@ -59,10 +61,7 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     model, config = request.model, request.parallel
     sizes = activation_sizes(request)
     tokens = request.micro_batch_size * -(-request.seq_length // config.context_parallel_size)
-    whole = [
-        tokens * kept_bytes_per_token(layer_rows(model, sizes, sliding=_slides(request, layer)))
-        for layer in chunk.layers
-    ]
+    whole = [tokens * _kept(model, sizes, _slides(request, layer), ()) for layer in chunk.layers]
     kept, again = _layers_kept(request, chunk.layers, whole, tokens, sizes)
     host = 0.0
     if config.recompute.offload:  # two layers are on their way at a time
@@ -100,12 +99,22 @@ def activation_sizes(request: PlanRequest) -> ActivationSizes:
 
 def recomputed_paths(config: RecomputeConfig, layer: int) -> tuple[str, ...]:
     """Paths within layer number `layer` that selective recompute covers."""
-    if config.mode != "selective":
-        return ()
+    return _matching(tuple(config.modules), layer) if config.mode == "selective" else ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _matching(globs: tuple[str, ...], layer: int) -> tuple[str, ...]:
     name = f"decoder.layers.{layer}"
     paths = [f"{name}.{path}" if path else name for path in LAYER_MODULES]
-    found = [path for path in paths if any(name_matches(path, glob) for glob in config.modules)]
+    found = [path for path in paths if any(name_matches(path, glob) for glob in globs)]
     return tuple(path.removeprefix(name).removeprefix(".") for path in found)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(
+    model: GPTConfig, sizes: ActivationSizes, sliding: bool, recomputed: tuple[str, ...]
+) -> float:
+    return kept_bytes_per_token(layer_rows(model, sizes, sliding=sliding), recomputed)
 
 
 def _layers_kept(
@@ -131,8 +140,8 @@ def _layers_kept(
     kept = 0.0
     back = 0.0
     for layer, all_of_it in zip(layers, whole, strict=True):
-        rows = layer_rows(request.model, sizes, sliding=_slides(request, layer))
-        remaining = tokens * kept_bytes_per_token(rows, recomputed_paths(config, layer))
+        paths = recomputed_paths(config, layer)
+        remaining = tokens * _kept(request.model, sizes, _slides(request, layer), paths)
         kept += remaining
         back = max(back, all_of_it - remaining)
     return kept, back

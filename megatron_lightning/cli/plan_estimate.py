@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from megatron_lightning.cli.plan_memory import (
     RESERVED_BYTES,
@@ -15,6 +18,7 @@ from megatron_lightning.cli.plan_memory import (
 )
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.parallel import ParallelConfig, PipelineConfig
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.actions import Action
 from megatron_lightning.parallel.mesh import mesh_sizes
@@ -61,9 +65,11 @@ class Plan:
         return [len(stage.layers) for stage in self.layout.stages]
 
 
-def make_plan(request: PlanRequest) -> Plan:
-    """Estimate a request that `problems_of` has nothing against."""
-    layout = _layout(request)
+def make_plan(request: PlanRequest, *, simulated: bool = True) -> Plan:
+    """Estimate a request that `problems_of` has nothing against; without `simulated` the bubble is
+    left out.
+    """
+    layout = layout_of(request)
     units = unit_parameters(request.model, request.parallel.tensor_parallel_size)
     schedule = actions_of(request, layout)
     ranks = tuple(
@@ -85,21 +91,42 @@ def make_plan(request: PlanRequest) -> Plan:
         ranks=ranks,
         model_flops=model_flops,
         hardware_flops=model_flops * (1 + recomputed_share(request, layout) / 3),
-        simulation=_simulate(request, layout, schedule),
+        simulation=_simulate(request, layout, schedule) if simulated else None,
     )
 
 
-def _layout(request: PlanRequest) -> StageLayout:
-    module = GPTModel(_without_width(request.model))
-    return stage_layout(module.build_network("meta"), module.parallel_plan(), request.parallel)
+_schedule = functools.lru_cache(maxsize=64)(build_schedule)
+
+
+def layout_of(request: PlanRequest) -> StageLayout:
+    """The stages; ValueError where the layers can't be dealt out."""
+    pipeline, given = request.parallel.pipeline, request.parallel.pipeline.layout
+    if given is not None and not isinstance(given, str):
+        pipeline = dataclasses.replace(pipeline, layout=tuple(map(tuple, given)))
+    model, size = request.model, request.parallel.pipeline_parallel_size
+    return _cut(model.num_layers, model.tie_word_embeddings, size, pipeline)
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(num_layers: int, tied: bool, size: int, pipeline: PipelineConfig) -> StageLayout:
+    module, network = _narrow(num_layers, tied)
+    config = ParallelConfig(pipeline_parallel_size=size, pipeline=pipeline)
+    return stage_layout(network, module.parallel_plan(), config)
 
 
 @functools.lru_cache(maxsize=8)
-def _without_width(model: GPTConfig) -> GPTConfig:
-    """The same number of layers, as small as can be: their names are all that a cut needs."""
-    return GPTConfig(
-        vocab_size=8, num_layers=model.num_layers, hidden_size=8, num_attention_heads=1
+def _narrow(num_layers: int, tied: bool) -> tuple[GPTModel, nn.Module]:
+    """A model of so many layers, as small as can be: their names are all that a cut needs."""
+    module = GPTModel(
+        GPTConfig(
+            vocab_size=8,
+            num_layers=num_layers,
+            hidden_size=8,
+            num_attention_heads=1,
+            tie_word_embeddings=tied,
+        )
     )
+    return module, module.build_network("meta")
 
 
 def actions_of(request: PlanRequest, layout: StageLayout) -> Sequence[Sequence[Action]]:
@@ -108,7 +135,7 @@ def actions_of(request: PlanRequest, layout: StageLayout) -> Sequence[Sequence[A
     name: ScheduleName = config.schedule
     if name == "1f1b" and layout.virtual_size > 1:
         name = "interleaved"
-    return build_schedule(
+    return _schedule(
         name,
         pipeline_size=layout.pipeline_size,
         num_chunks=layout.virtual_size,

@@ -5,6 +5,7 @@ training run, with options on top. And everything that is wrong with it, at once
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,15 @@ def problems_of(request: PlanRequest) -> list[str]:
         problems.append(str(error))
     if sizes_fit:
         problems += _run_problems(request)
-    return list(dict.fromkeys(problems))
+    first: dict[str, str] = {}
+    for problem in problems:
+        first.setdefault(_without_layer_number(problem), problem)
+    return list(first.values())
+
+
+def _without_layer_number(problem: str) -> str:
+    """Equal for what all layers say alike; the first of them is shown."""
+    return re.sub(r"\.\d+\.", ".*.", problem)
 
 
 def _run_problems(request: PlanRequest) -> list[str]:

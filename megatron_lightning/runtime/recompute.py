@@ -114,12 +114,13 @@ def matching_modules(network: nn.Module, globs: Sequence[str]) -> list[tuple[str
     found: list[tuple[str, nn.Module]] = []
     for name, module in network.named_modules():
         inside = found and any(name.startswith(f"{outer}.") for outer, _ in found)
-        if name and not inside and any(_matches(name, glob) for glob in globs):
+        if name and not inside and any(name_matches(name, glob) for glob in globs):
             found.append((name, module))
     return found
 
 
-def _matches(name: str, glob: str) -> bool:
+def name_matches(name: str, glob: str) -> bool:
+    """Whether a module's name, or its end behind a dot, matches."""
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 

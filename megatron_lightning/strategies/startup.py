@@ -139,6 +139,7 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
     config = strategy.config
     if _is_built_later(strategy, module):
         return []
+    problems: list[str] = []
     try:
         target = find_target(module, strategy.user_plan)
         if target is None:
@@ -148,7 +149,7 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
         network = build("meta") if build is not None else _existing_network(module, target)
         if network is None:
             return []  # made in configure_model; checked when it is cut
-        problems = check_tensor_plan(
+        problems += check_tensor_plan(
             network,
             target.plan,
             config.tensor_parallel_size,
@@ -161,7 +162,7 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
         if stages > 1 or config.pipeline.layout is not None:
             stage_layout(network, target.plan, config)
     except ValueError as error:
-        return [str(error)]
+        problems.append(str(error))
     return problems
 
 

@@ -1,0 +1,184 @@
+"""`megatron-lightning plan`: what a layout means before a GPU is asked for.
+
+Checks everything at once, then shows mesh, stages, memory, operations, communication and bubble;
+`--suggest` ranks the layouts that fit. Nothing is allocated and no process is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any, get_args
+
+import yaml
+
+from megatron_lightning.cli.errors import Parser, UserError, wrong_input
+from megatron_lightning.cli.plan_estimate import make_plan
+from megatron_lightning.cli.plan_picture import draw
+from megatron_lightning.cli.plan_request import (
+    GIB,
+    HARDWARE,
+    PlanRequest,
+    problems_of,
+    read_config,
+)
+from megatron_lightning.cli.plan_suggest import (
+    suggest,
+    suggestions_as_text,
+    suggestions_as_values,
+)
+from megatron_lightning.cli.plan_text import as_text
+from megatron_lightning.cli.plan_values import as_values
+from megatron_lightning.config.parallel import ParallelConfig, ScheduleName, ShardingName
+from megatron_lightning.config.recompute import RecomputeMethod, RecomputeMode
+from megatron_lightning.config.training import OptimizerName
+from megatron_lightning.config.validate import raise_if_any
+from megatron_lightning.models.presets import PRESETS, preset_config
+
+_PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+_PIPELINE = {
+    "schedule": "schedule",
+    "virtual_pipeline_size": "virtual_pipeline_size",
+    "pipeline_layout": "layout",
+}
+_DATA = {"sharding": "sharding", "replicas": "replicas", "offload_optimizer": "offload_optimizer"}
+_RECOMPUTE = {
+    "recompute": "mode",
+    "recompute_method": "method",
+    "recompute_num_layers": "num_layers",
+    "recompute_modules": "modules",
+    "offload": "offload",
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Plan what the options say. Wrong input is one message with everything that is wrong."""
+    options = _parser().parse_args(arguments)
+    with wrong_input():
+        request = request_of(options)
+    if options.suggest:
+        model_only = dataclasses.replace(request, parallel=ParallelConfig())
+        raise_if_any(f"model: {problem}" for problem in model_only.model.check())
+        found = suggest(request)
+        _print(options, suggestions_as_values(found), suggestions_as_text(found))
+        return
+    raise_if_any(problems_of(request))
+    plan = make_plan(request)
+    if options.picture:
+        draw(plan, options.picture)
+    _print(options, as_values(plan), as_text(plan))
+
+
+def _print(options: argparse.Namespace, values: dict[str, Any], text: str) -> None:
+    if options.json == "-":
+        json.dump(values, sys.stdout, indent=1, default=str)
+        print()
+        return
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(values, file, indent=1, default=str)
+    print(text)
+
+
+def request_of(options: argparse.Namespace) -> PlanRequest:
+    """The request: config file or preset, then the options that are given."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    values: dict[str, Any] = read_config(options.config) if options.config else {}
+    if "preset" in given:
+        values |= {"model": preset_config(given["preset"]), "model_name": given["preset"]}
+    if "model" not in values:
+        raise UserError("give a model: --preset NAME, or --config FILE that names one")
+    changes = dict(_assignment(text) for text in given.get("set", ()))
+    if "num_layers" in given:
+        changes["num_layers"] = given["num_layers"]
+    if changes:
+        values["model"] = values["model"].with_changes(**changes)
+        values["model_name"] += " with " + ", ".join(f"{k}={v}" for k, v in changes.items())
+    values["parallel"] = _parallel(values.get("parallel", ParallelConfig()), given)
+    simple = ("gpus", "gpus_per_node", "seq_length", "micro_batch_size", "global_batch_size")
+    values |= {name: given[name] for name in (*simple, "precision", "optimizer") if name in given}
+    hardware = HARDWARE[given.get("gpu", "h100")]
+    if "gpu_memory" in given:
+        hardware = dataclasses.replace(hardware, memory_bytes=round(given["gpu_memory"] * GIB))
+    if "gpus" not in values:
+        raise UserError("give the number of GPUs: --gpus N")
+    values.setdefault("seq_length", min(values["model"].max_position_embeddings, 8192))
+    values.setdefault("micro_batch_size", 1)
+    values.setdefault("global_batch_size", None)
+    return PlanRequest(hardware=hardware, **values)
+
+
+def _parallel(base: ParallelConfig, given: dict[str, Any]) -> ParallelConfig:
+    def changed(config: Any, names: dict[str, str]) -> Any:
+        changes = {field: given[option] for option, field in names.items() if option in given}
+        return dataclasses.replace(config, **changes)
+
+    runtime = base.runtime
+    if "compile" in given:
+        runtime = dataclasses.replace(runtime, compile_layers=given["compile"])
+    return dataclasses.replace(
+        base,
+        **{name: given[name] for name in _PARALLEL if name in given},
+        pipeline=changed(base.pipeline, _PIPELINE),
+        data_parallel=changed(base.data_parallel, _DATA),
+        recompute=changed(base.recompute, _RECOMPUTE),
+        context=changed(base.context, {"context_form": "form"}),
+        runtime=runtime,
+    )
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--set {text}: write FIELD=VALUE, e.g. --set hidden_size=4096")
+    return name, yaml.safe_load(value)
+
+
+def _parser() -> Parser:
+    parser = Parser("plan", "Check a layout, and show what it needs, without GPUs.")
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), help="published architecture")
+    add("--config", metavar="FILE", help="YAML of `megatron-lightning fit`; options override it")
+    add("--set", action="append", metavar="FIELD=VALUE", help="change a field of the model")
+    add("--num-layers", type=int, metavar="N", help="the same as --set num_layers=N")
+    add("--gpus", type=int, metavar="N", help="number of GPUs")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of one node (default: 8)")
+    add("--gpu", choices=sorted(HARDWARE), help="kind of GPU (default: h100)")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, if another")
+    group = parser.add_argument_group("layout, as of MegatronStrategy")
+    for axis in ("tensor", "pipeline", "context"):
+        group.add_argument(f"--{axis}-parallel-size", type=int, metavar="N")
+    group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
+    group.add_argument("--schedule", choices=get_args(ScheduleName))
+    group.add_argument("--virtual-pipeline-size", type=int, metavar="N")
+    group.add_argument("--pipeline-layout", metavar="STAGES", help='e.g. "Et*3|t*4|t*2L"')
+    group.add_argument("--context-form", metavar="FORM")
+    group.add_argument("--sharding", choices=get_args(ShardingName))
+    group.add_argument("--replicas", type=int, metavar="N")
+    group.add_argument("--offload-optimizer", action=argparse.BooleanOptionalAction)
+    group.add_argument("--recompute", choices=get_args(RecomputeMode))
+    group.add_argument("--recompute-method", choices=get_args(RecomputeMethod))
+    group.add_argument("--recompute-num-layers", type=int, metavar="N")
+    group.add_argument("--recompute-modules", nargs="+", metavar="GLOB")
+    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="of activations")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled layers")
+    group = parser.add_argument_group("training")
+    group.add_argument("--seq-length", type=int, metavar="TOKENS")
+    group.add_argument("--micro-batch-size", type=int, metavar="SAMPLES")
+    group.add_argument("--global-batch-size", type=int, metavar="SAMPLES")
+    group.add_argument("--precision", metavar="NAME", help="as of the Trainer")
+    group.add_argument("--optimizer", choices=get_args(OptimizerName))
+    group = parser.add_argument_group("output")
+    group.add_argument("--suggest", action="store_true", help="rank the layouts that fit instead")
+    group.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="JSON, to the file or in place of text"
+    )
+    group.add_argument("--picture", metavar="FILE", help="draw mesh and pipeline (.svg or .png)")
+    return parser

@@ -1,0 +1,198 @@
+"""`megatron-lightning plan`: the examples that it promises, all faults at once, and its outputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
+from megatron_lightning.cli.plan import main
+from megatron_lightning.models.presets import PRESETS
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+def words_of(*arguments: str) -> list[str]:
+    return " ".join(arguments).split()
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main([*words_of(*arguments), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a wrong input, with its exit status checked."""
+    assert run_command(main, words_of(*arguments), "plan") == EXIT_WRONG_INPUT
+    return capsys.readouterr().err
+
+
+def test_the_rest_is_data_parallel(capsys: pytest.CaptureFixture[str]) -> None:
+    values = plan(
+        capsys,
+        "--preset llama3-70b --gpus 64 --tensor-parallel-size 4",
+        "--pipeline-parallel-size 4 --context-parallel-size 2",
+    )
+    assert values["data_parallel_size"] == 2
+    assert values["layers_per_stage"] == [20, 20, 20, 20]
+    axes = {row["axis"]: row for row in values["mesh"]["axes"]}
+    assert [axes[name]["size"] for name in ("tp", "cp", "dp", "pp")] == [4, 2, 2, 4]
+    assert axes["tp"]["first_group"] == [0, 1, 2, 3]
+    assert axes["cp"]["first_group"] == [0, 4]
+    assert [axes[name]["nodes_of_a_group"] for name in ("tp", "cp", "dp", "pp")] == [1, 1, 2, 4]
+    last = values["mesh"]["ranks"][63]
+    assert last == {"rank": 63, "node": 7, "pp": 3, "dp": 1, "cp": 1, "tp": 3}
+
+
+def test_61_layers_on_4_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--preset llama3-8b --num-layers 61 --gpus 4 --pipeline-parallel-size 4"
+    assert plan(capsys, arguments)["layers_per_stage"] == [16, 15, 15, 15]
+    main(words_of(arguments))
+    assert "16+15+15+15" in capsys.readouterr().out
+
+
+def test_more_tensor_ranks_than_key_heads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refusal(capsys, "--preset llama3-70b --gpus 64 --tensor-parallel-size 16")
+    assert "tensor_parallel_size=16 does not divide num_query_groups=8" in text
+    assert "[1, 2, 4, 8]" in text
+
+
+def test_60_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--tensor-parallel-size 8 --pipeline-parallel-size 4"
+    text = refusal(capsys, "--preset llama3-70b --gpus 60", layout)
+    assert "60 ranks" in text
+    assert "32 or 64" in text
+
+
+def test_all_faults_are_explained_together(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refusal(
+        capsys,
+        "--preset llama3-70b --gpus 60 --tensor-parallel-size 16",
+        "--pipeline-parallel-size 100 --precision 16-mixed --recompute selective",
+        "--recompute-modules core_atention",
+    )
+    for words in (
+        "60 ranks",
+        "num_query_groups=8",
+        "pipeline_parallel_size=100",
+        "precision='16-mixed'",
+        "'core_atention' matches no module",
+    ):
+        assert words in text
+    assert text.startswith("megatron-lightning plan: 5 problems")
+
+
+def test_layout_and_model_faults_are_explained_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = refusal(
+        capsys,
+        "--preset tiny --gpus 4 --set num_attention_heads=3 --sequence-parallel",
+        "--schedule zb-v --pipeline-parallel-size 2 --micro-batch-size 0",
+    )
+    for words in ("num_query_groups=2", "sequence_parallel=True", "zb-v", "micro_batch_size=0"):
+        assert words in text
+
+
+def test_batch_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refusal(capsys, "--preset tiny --gpus 4 --global-batch-size 6")
+    assert "global_batch_size=6" in text
+    assert "use 4 or 8" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--gpus 4", "--preset NAME"),
+        ("--preset tiny", "--gpus N"),
+        ("--preset tiny --gpus 1 --set colour=red", "colour"),
+        ("--preset tiny --gpus 1 --set colour", "FIELD=VALUE"),
+        ("--preset tiny --gpus 1 --picture mesh.gif", ".svg"),
+        ("--config nowhere.yaml --gpus 1", "no such file"),
+        ("--preset tiny --gpus many", "many"),
+    ],
+)
+def test_wrong_options(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(capsys, arguments)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_parameters_are_the_published_ones(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = plan(capsys, f"--preset {preset} --gpus 1 --seq-length 1024")
+    assert values["model"]["num_parameters"] == PUBLISHED[preset]
+
+
+def test_every_published_preset_is_checked() -> None:
+    assert {name for name in PRESETS if not name.startswith("tiny")} == set(PUBLISHED)
+
+
+def test_a_config_file_and_options_on_top(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
+    values = plan(capsys, "--config", str(path))
+    assert (values["gpus"], values["tensor_parallel_size"]) == (4, 2)
+    assert values["layout"]["sequence_parallel"] is True
+    assert (values["seq_length"], values["micro_batch_size"]) == (128, 4)
+    assert values["precision"] == "32-true"
+    assert values["num_microbatches"] == 4
+    other = plan(capsys, "--config", str(path), "--gpus", "8", "--context-parallel-size", "2")
+    assert (other["gpus"], other["data_parallel_size"]) == (8, 1)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(path.read_text().replace("sequence_parallel", "sequence_paralel"))
+    assert "sequence_paralel" in refusal(capsys, "--config", str(wrong))
+
+
+def test_text_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture, file = tmp_path / "plan.svg", tmp_path / "plan.json"
+    arguments = "--preset llama3-8b --gpus 16 --pipeline-parallel-size 2 --tensor-parallel-size 2"
+    main([*words_of(arguments), "--picture", str(picture), "--json", str(file)])
+    text = capsys.readouterr().out
+    for words in ("Mesh", "Stages", "Memory of a rank", "Communication", "bubble"):
+        assert words in text
+    assert json.loads(file.read_text())["data_parallel_size"] == 4
+    assert "<svg" in picture.read_text()
+    assert "16 GPUs" in picture.read_text() or "#text_" in picture.read_text()
+    main([*words_of(arguments), "--picture", str(tmp_path / "plan.png")])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_bubble_is_the_simulators(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--preset tiny --gpus 4 --pipeline-parallel-size 4 --micro-batch-size 1"
+    values = plan(capsys, arguments, "--global-batch-size 8")
+    pipeline = values["pipeline"]
+    assert pipeline["bubble_fraction_equal_stages"] == pytest.approx(3 / 11)  # (p-1)/(m+p-1)
+    assert pipeline["bubble_fraction"] > pipeline["bubble_fraction_equal_stages"]
+    assert pipeline["peak_live_activations"] == [4, 3, 2, 1]
+
+
+def test_suggestions_fit_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    values = plan(capsys, "--preset llama3-8b --gpus 8 --suggest")
+    fitting, refused = values["fitting"], values["refused"]
+    assert fitting
+    assert all(row["peak_bytes"] < 80 << 30 for row in fitting)
+    seconds = [row["step_seconds"] for row in fitting]
+    assert seconds == sorted(seconds)
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    for row in fitting:
+        product = row["data_parallel_size"]
+        for name in sizes:
+            product *= row[name]
+        assert product == 8
+    small = plan(capsys, "--preset llama3-8b --gpus 8 --suggest --gpu-memory 8")
+    assert small["fitting"] == []
+    assert all(row["reason"] for row in small["refused"])
+    assert any("GiB of 8.00" in row["reason"] for row in small["refused"])
+    main(words_of("--preset tiny --gpus 2 --suggest"))
+    assert "Suggestions, fastest first" in capsys.readouterr().out
+    assert isinstance(refused, list)
