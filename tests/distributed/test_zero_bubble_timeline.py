@@ -150,7 +150,10 @@ def measure(name: ScheduleName, chunks: int) -> StepReport:
     )
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("1f1b", 1), pytest.param("interleaved", 2, marks=pytest.mark.slow), ("zb-v", 2)],
+)
 def test_measured_bubble_agrees_with_the_simulator(name: ScheduleName, chunks: int) -> None:
     """Within 15%, with the durations that were asked for and with those that were measured. What
     else the machine does only adds to it: the first of five runs that agrees.

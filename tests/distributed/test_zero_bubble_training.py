@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 SLOW = {
+    ("gelu_learned_tied_biases_qknorm", "v_pp2"),
     ("swiglu_rope", "v_pp2"),
     ("swiglu_rope", "h1_pp4"),
     ("swiglu_rope", "v_pp4"),
