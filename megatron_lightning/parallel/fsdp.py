@@ -103,55 +103,66 @@ def _shard(module: nn.Module, options: ShardOptions, *, reshard_after_forward: b
     return module
 
 
+def unit_problems(module: nn.Module) -> list[str]:
+    """What keeps a user's module without a plan from being sharded by `shard_children`."""
+    label, remedy = type(module).__name__, "or set sharding='optimizer'"
+    problems: list[str] = []
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        problems.append(
+            f"data_parallel.sharding='fsdp': {label} holds parameters itself ({own[:3]}), which no"
+            f" submodule's forward would gather; move them into a submodule, {remedy}"
+        )
+    for name, child in module.named_children():
+        if _outside_of_forwards(child):
+            problems.append(
+                f"data_parallel.sharding='fsdp': {label}.{name} ({type(child).__name__}) has"
+                f" parameters but no forward that would gather them; use them in a module's"
+                f" forward, {remedy}"
+            )
+    return problems
+
+
+def _outside_of_forwards(module: nn.Module) -> bool:
+    """Whether parameters at or below `module` lie in no module with a forward."""
+    if _has_forward(module):
+        return False
+    own = any(True for _ in module.parameters(recurse=False))
+    return own or any(_outside_of_forwards(child) for child in module.children())
+
+
 def shard_children(module: nn.Module, options: ShardOptions) -> list[FSDPModule]:
     """Shard a user's module that has no plan: entries of its module lists, then each child.
 
-    Returns the children that were sharded. ValueError for parameters that no child's forward would
-    gather.
+    Returns the outermost modules that were sharded. ValueError for what `unit_problems` finds.
     """
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        raise ValueError(
-            f"data_parallel.sharding='fsdp': {type(module).__name__} holds parameters itself"
-            f" ({own[:3]}), which no submodule's forward would gather; move them into a submodule,"
-            " or set sharding='optimizer'"
-        )
+    problems = unit_problems(module)
+    if problems:
+        raise ValueError("; ".join(problems))
     roots: list[FSDPModule] = []
-    for name, child in module.named_children():
-        if not any(True for _ in child.parameters()):
-            continue
-        units = [entry for entry in _list_entries(child) if any(True for _ in entry.parameters())]
-        for unit in units:
-            _shard(unit, options, reshard_after_forward=options.reshard_after_forward)
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            roots += [unit for unit in units if isinstance(unit, FSDPModule)]
-        elif type(child).forward is nn.Module.forward:
-            raise ValueError(
-                f"data_parallel.sharding='fsdp': {type(module).__name__}.{name}"
-                f" ({type(child).__name__}) has parameters but no forward that would gather them;"
-                " use them through a module's forward, or set sharding='optimizer'"
-            )
-        else:
+    for child in module.children():
+        for unit in _list_entries(child):
+            if unit is not child and any(True for _ in unit.parameters()):
+                sharded = _shard(unit, options, reshard_after_forward=options.reshard_after_forward)
+                roots += [] if _has_forward(child) else [sharded]
+        if _has_forward(child) and any(True for _ in child.parameters()):
             roots.append(_shard(child, options, reshard_after_forward=False))
-    left = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
-    if left:
-        raise ValueError(
-            f"data_parallel.sharding='fsdp': {left[:3]} of {type(module).__name__} lie in lists of"
-            " lists, whose entries can't be sharded one by one; flatten the lists, or set"
-            " sharding='optimizer'"
-        )
     return roots
 
 
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
 def _list_entries(module: nn.Module) -> list[nn.Module]:
-    """Entries of the outermost module lists at or below `module`, which are its layers."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [entry for entry in module.children() if not _is_container(entry)]
-    return [entry for child in module.children() for entry in _list_entries(child)]
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    """Entries of the outermost module lists at or below `module` (its layers), through lists of
+    lists.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        in_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _has_forward(child)
+        found += [child] if in_list else _list_entries(child)
+    return found
 
 
 def share_streams(roots: Sequence[FSDPModule]) -> None:

@@ -92,12 +92,12 @@ class ParameterUpdate:
         if buckets.is_stale:
             self.wait()
             buckets.rebuild()
-            if self.distributed is not None:
-                self.distributed.adopt()
-            elif self.masters is not None:
-                self.masters.adopt()
         else:
             buckets.reset()
+        if self.distributed is not None:  # a callback may have added a parameter group
+            self.distributed.adopt()
+        elif self.masters is not None:
+            self.masters.adopt()
 
     def begin_run(self) -> None:
         """Before the forward passes of a batch: take gradients away, and wait for parameters that

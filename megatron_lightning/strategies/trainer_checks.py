@@ -28,6 +28,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from megatron_lightning.strategies.sharding_checks import sharding_problems
+
 if TYPE_CHECKING:
     from megatron_lightning.strategies.megatron import MegatronStrategy
 
@@ -263,4 +265,5 @@ _RULES: tuple[Rule, ...] = (
     _manual_optimization,
     _backward_hook,
     _metrics_in_pipeline,
+    sharding_problems,
 )
