@@ -268,6 +268,7 @@ class ForkLauncher(_Launcher):
         strategy = self._strategy
         try:
             strategy.set_world_ranks()
+            _check_inherited(strategy.root_device)
             self._child.send(self._handover.collect(strategy, function()))
         except BaseException as exception:
             failure = _Failure(
@@ -295,6 +296,20 @@ def check_can_fork() -> None:
             "torch.distributed is initialised in this process, and forked ranks would inherit it: "
             "call torch.distributed.destroy_process_group() before Trainer.fit"
         )
+
+
+def _check_inherited(device: torch.device) -> None:
+    """RuntimeError in a rank whose parent has done what forks can't go on with, and which can't be
+    seen in the parent: even gradients on the CPU start threads of autograd in a CUDA build.
+    """
+    try:
+        torch.ones((), requires_grad=True, device=device).backward()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the process that forked this rank had used CUDA or computed gradients before "
+            f"({str(error).splitlines()[0]}): restart the kernel and call Trainer.fit before "
+            f"anything of that kind, or run a script (python, torchrun)"
+        ) from error
 
 
 def _become_rank(number: int, port: int, parent: int) -> None:

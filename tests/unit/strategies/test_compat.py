@@ -1,0 +1,238 @@
+"""Each touch point with Lightning that is not quite public: fails when Lightning changes it."""
+
+import inspect
+import os
+import signal
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from megatron_lightning.strategies import _compat
+
+
+def make_trainer(**changes: Any) -> L.Trainer:
+    options: dict[str, Any] = dict(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=3,
+        limit_val_batches=0,
+    )
+    return L.Trainer(**options | changes)
+
+
+class AtBatchEnd(L.Callback):
+    def __init__(self, action: Any) -> None:
+        self.action, self.batches = action, 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+        self.action()
+
+
+def test_replaced_sigterm_handler_is_registered_and_taken_back() -> None:
+    trainer, seen = make_trainer(), []
+    _compat.replace_signal_handlers(
+        trainer, sigterm=lambda signum, frame: seen.append(signum), requeue=lambda *_: None
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    trainer.callbacks.append(AtBatchEnd(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    trainer.fit(BoringModel())
+    assert seen == [signal.SIGTERM] * 3
+    assert not trainer.received_sigterm
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_replaced_requeue_handler_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(NTASKS=1, PROCID=0, LOCALID=0, NODEID=0, JOB_ID=4711).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    trainer, seen = make_trainer(plugins=[SLURMEnvironment()]), []
+    _compat.replace_signal_handlers(
+        trainer, sigterm=None, requeue=lambda signum, frame: seen.append(signum)
+    )
+    trainer.callbacks.append(AtBatchEnd(lambda: os.kill(os.getpid(), signal.SIGUSR1)))
+    trainer.fit(BoringModel())
+    assert seen == [signal.SIGUSR1] * 3
+
+
+def test_requeue_saves_and_calls_scontrol(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        "lightning.pytorch.trainer.connectors.signal_connector.call",
+        lambda command: commands.append(command) or 0,
+    )
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    trainer = make_trainer(default_root_dir=str(tmp_path), max_steps=1)
+    trainer.callbacks.append(AtBatchEnd(lambda: _compat.requeue_job(trainer, signal.SIGUSR1)))
+    trainer.fit(BoringModel())
+    assert commands == [["scontrol", "requeue", "4711"]]
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+
+
+def test_noted_sigterm_ends_the_run_after_the_batch() -> None:
+    trainer = make_trainer()
+    count = AtBatchEnd(lambda: _compat.note_sigterm(trainer))
+    trainer.callbacks.append(count)
+    with pytest.raises(SIGTERMException) as raised:
+        trainer.fit(BoringModel())
+    assert raised.value.code is None  # so that `set_exit_status` may set it
+    assert count.batches == 1
+    assert trainer.global_step == 1
+
+
+def test_broadcast_of_sigterm_is_where_it_is_skipped() -> None:
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert source.count("self._broadcast_sigterm_tensor()") == 1
+    trainer = make_trainer()
+    _compat.skip_sigterm_broadcast(trainer)
+    assert trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor() is None
+
+
+def test_handlers_that_are_replaced_exist() -> None:
+    source = inspect.getsource(_SignalConnector.register_signal_handlers)
+    for name in ("self._sigterm_notifier_fn", "self._slurm_sigusr_handler_fn"):
+        assert name in source
+
+
+def test_the_trainer_launches_with_all_arguments_by_position() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Spy(_Launcher):
+        is_interactive_compatible = True
+
+        def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            seen.append(_compat.run_arguments(function, args, kwargs))
+
+        def kill(self, signum: Any) -> None: ...
+
+    trainer, model = make_trainer(), BoringModel()
+    trainer.strategy._launcher = Spy()
+    loader = model.train_dataloader()
+    trainer.fit(model, loader, ckpt_path="a")
+    trainer.validate(model, loader, ckpt_path="b")
+    trainer.test(model, loader, ckpt_path="c")
+    trainer.predict(model, loader, ckpt_path="d")
+    assert [arguments["ckpt_path"] for arguments in seen] == ["a", "b", "c", "d"]
+    assert all(arguments["model"] is model for arguments in seen)
+    assert seen[0]["train_dataloaders"] is loader
+    assert all(arguments["dataloaders"] is loader for arguments in seen[1:])
+
+
+def test_hooks_on_an_exception_come_in_the_order_that_we_rely_on() -> None:
+    """Callbacks first, in their order; then the strategy; the strategy's teardown after them."""
+    source = inspect.getsource(call._interrupt)
+    assert source.index('"on_exception"') < source.index("trainer.strategy.on_exception")
+    handler = inspect.getsource(call._call_and_handle_interrupt)
+    assert "trainer.strategy.launcher.launch(trainer_fn, *args, trainer=trainer" in handler
+    last = handler[handler.index("except BaseException") :]
+    assert last.index("_interrupt(") < last.index("trainer._teardown()")
+
+
+def test_call_in_rank_runs_the_hooks_on_exceptions() -> None:
+    class Hook(L.Callback):
+        seen: BaseException | None = None
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            self.seen = exception
+
+    trainer, hook = make_trainer(), Hook()
+    trainer.callbacks.append(hook)
+    trainer.strategy._lightning_module = BoringModel()
+    trainer.state.fn = L.pytorch.trainer.states.TrainerFn.FITTING
+
+    def fails() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        _compat.call_in_rank(trainer, fails, (), {})
+    assert isinstance(hook.seen, LookupError)
+
+
+def test_results_of_one_trainer_fit_into_another() -> None:
+    ran, waited = make_trainer(), make_trainer(max_steps=5)
+    ran.fit(BoringModel())
+    _compat.restore_trainer_results(waited, _compat.trainer_results(ran))
+    assert waited.global_step == ran.global_step == 3
+    assert waited.state.finished
+    assert waited.callback_metrics.keys() == ran.callback_metrics.keys()
+    model = BoringModel()
+    steps = AtBatchEnd(lambda: None)
+    waited.callbacks.append(steps)
+    waited.fit(model)  # goes on with the count, as a second fit of one Trainer does
+    ran.fit_loop.epoch_loop.max_steps = 5
+    ran.fit(BoringModel())
+    assert waited.global_step == ran.global_step == 5
+    assert steps.batches == 2
+
+
+def test_number_of_predict_dataloaders() -> None:
+    trainer, model = make_trainer(), BoringModel()
+    assert _compat.num_predict_dataloaders(trainer) == 0
+    trainer.predict(model, [model.train_dataloader()] * 2, return_predictions=False)
+    assert _compat.num_predict_dataloaders(trainer) == 2
+
+
+def test_the_default_environment_forgets_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+
+    class Strategy:
+        cluster_environment = LightningEnvironment()
+
+    first = _compat.fresh_main_port(Strategy())  # type: ignore[arg-type]
+    assert first > 0
+    assert Strategy.cluster_environment._main_port == -1
+
+
+def test_world_ranks_of_the_default_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    class Strategy:
+        cluster_environment = LightningEnvironment()
+        node_rank, local_rank, num_processes, num_nodes = 2, 1, 4, 3
+        global_rank = 9
+
+    _compat.set_world_ranks(Strategy())  # type: ignore[arg-type]
+    assert Strategy.cluster_environment.global_rank() == 9
+    assert Strategy.cluster_environment.world_size() == 12
+    L.pytorch.utilities.rank_zero.rank_zero_only.rank = 0
+
+
+def test_optimizer_state_moves() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    _compat.optimizers_to_device([optimizer], torch.device("meta"))
+    assert optimizer.state[parameter]["exp_avg"].is_meta
+
+
+def test_script_launcher_has_what_ours_overrides() -> None:
+    assert {"procs", "num_processes", "num_nodes", "cluster_environment"} <= vars(
+        _SubprocessScriptLauncher(LightningEnvironment(), 2, 1)
+    ).keys()
+    assert "subprocess.Popen(command, env=env_copy" in inspect.getsource(
+        _SubprocessScriptLauncher._call_children_scripts
+    )
+    abstract = _Launcher.__abstractmethods__
+    assert abstract == {"is_interactive_compatible", "launch", "kill"}
+
+
+def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    _compat.set_num_threads(2)
+    assert torch.get_num_threads() == 1
