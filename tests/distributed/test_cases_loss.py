@@ -189,7 +189,11 @@ def train_masked(
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(2, {}), (4, dict(tensor_parallel_size=2)), (4, dict(pipeline_parallel_size=2))],
+    [
+        (2, {}),
+        pytest.param(4, dict(tensor_parallel_size=2), marks=pytest.mark.slow),
+        pytest.param(4, dict(pipeline_parallel_size=2), marks=pytest.mark.slow),
+    ],
 )
 def test_c05_a_replica_without_tokens(size: int, layout: dict[str, Any]) -> None:
     """C05a: finite, and equal to training on the other replica's tokens alone."""
@@ -216,7 +220,7 @@ def test_c05_a_replica_without_tokens(size: int, layout: dict[str, Any]) -> None
     ("size", "layout", "precision"),
     [
         (2, {}, "32-true"),
-        (2, {}, "bf16-mixed"),
+        pytest.param(2, {}, "bf16-mixed", marks=pytest.mark.slow),
         (1, {}, "bf16-true"),
         (4, dict(tensor_parallel_size=2, pipeline_parallel_size=2), "bf16-mixed"),
     ],

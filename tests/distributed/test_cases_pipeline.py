@@ -27,7 +27,7 @@ def built(rank: int, world_size: int, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layers", "layout"),
     [
-        (30, dict(pipeline_parallel_size=4)),
+        pytest.param(30, dict(pipeline_parallel_size=4), marks=pytest.mark.slow),
         (10, dict(pipeline_parallel_size=2, virtual=2, micro_batch_size=2)),
         (5, dict(pipeline_parallel_size=2)),
         (3, dict(pipeline_parallel_size=4)),
@@ -89,7 +89,7 @@ def sane(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     ("size", "layout"),
     [
         (2, dict(pipeline_parallel_size=2)),
-        (4, dict(pipeline_parallel_size=4)),
+        pytest.param(4, dict(pipeline_parallel_size=4), marks=pytest.mark.slow),
         (2, dict(pipeline_parallel_size=2, virtual=2)),
     ],
 )

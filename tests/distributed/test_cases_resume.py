@@ -95,7 +95,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tens
     return path, everything(path), losses
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "single",
+        pytest.param("tp4", marks=pytest.mark.slow),
+        pytest.param("pp2", marks=pytest.mark.slow),
+        "pp2_interleaved",
+    ],
+)
 def test_c34_another_layout_holds_the_same(
     layout: str, saved: tuple[str, dict[str, Tensor], list[float]], tmp_path: Path
 ) -> None:

@@ -51,6 +51,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 
+SLOW = pytest.mark.slow
+
 # ---------------------------------------------------------------- without a plan
 
 
@@ -73,7 +75,9 @@ def train_classifier(rank: int, world_size: int, strategy: str, precision: str) 
     return {"state": {k: v.clone() for k, v in module.state_dict().items()}, "metrics": metrics}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize(
+    "precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW), "64-true"]
+)
 def test_an_ordinary_module_equals_ddp(precision: str) -> None:
     """Weights and batch norm's statistics bitwise; metrics are summed in another precision."""
     ddp = run_ranks_fresh(train_classifier, 2, "ddp", precision)
@@ -97,7 +101,10 @@ def alone(make: Any) -> dict[str, Any]:
     return run_ranks_fresh(fit_module, 1, make, user_run(layout=dict(plan=decoder_plan())))[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("tp2", marks=SLOW), "tp2_sp", pytest.param("pp2", marks=SLOW), "tp2_sp_pp2"],
+)
 def test_own_transformer_equals_one_process(layout: str) -> None:
     size, options = LAYOUTS[layout]
     run = user_run(layout=options | dict(plan=decoder_plan()))
@@ -140,7 +147,9 @@ class TiedTransformer(OwnTransformer):
         super().__init__(functools.partial(Decoder, tied=True))
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2", "tp2_pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("pp2", marks=SLOW), pytest.param("tp2", marks=SLOW), "tp2_pp2"]
+)
 def test_tied_weights_of_a_users_network(layout: str) -> None:
     tp = dict(tensor_parallel_size=2) if "tp2" in layout else {}
     pp = dict(pipeline_parallel_size=2, micro_batch_size=2) if "pp2" in layout else {}
@@ -505,6 +514,7 @@ def fit_layouts(rank: int, world_size: int) -> list[list[float]]:
     return losses
 
 
+@SLOW
 def test_other_layouts_in_the_same_processes() -> None:
     want = alone(OwnTransformer)["losses"]
     for rank in run_ranks_fresh(fit_layouts, 2):
@@ -525,7 +535,9 @@ class SometimesNone(OwnTransformer):
         return None if batch_idx == 2 or (batch_idx == 1 and rank == 1) else loss
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, {}), (4, dict(pipeline_parallel_size=2))])
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, {}), pytest.param(4, dict(pipeline_parallel_size=2), marks=SLOW)]
+)
 def test_a_step_may_give_none_on_some_ranks(size: int, layout: dict[str, Any]) -> None:
     run = user_run(layout=layout | dict(plan=decoder_plan()), keep_gradients=(1, 2))
     ranks = run_ranks_fresh(fit_module, size, SometimesNone, run, timeout=60)
@@ -573,7 +585,9 @@ def fit_masked(rank: int, world_size: int, layout: dict[str, Any], only: int | N
     return results(trainer, recorder)
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, {}), (4, dict(pipeline_parallel_size=2))])
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, {}), pytest.param(4, dict(pipeline_parallel_size=2), marks=SLOW)]
+)
 def test_a_mean_over_no_tokens_is_left_out(size: int, layout: dict[str, Any]) -> None:
     """0/0 on data rank 1: its gradient would not be a number, and no token of it counts."""
     [single] = run_ranks_fresh(fit_masked, 1, {}, 0)
