@@ -120,11 +120,7 @@ class SanityChecks(L.Callback):
         """Look for gradients that are not finite, before clipping."""
         if self.finite and trainer.global_step % self.every_n_steps == 0:
             strategy = _strategy(trainer)
-            gradients = {
-                name: parameter.grad
-                for name, parameter in strategy.parallel_model.parameters.items()
-                if parameter.grad is not None
-            }
+            gradients = {} if strategy.update is None else strategy.update.gradients()
             found = list(_finite_findings(gradients, strategy.mesh, "gradient"))
             self._raise_together(trainer, found)
 

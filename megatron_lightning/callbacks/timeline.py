@@ -47,6 +47,9 @@ class StepTimeline(L.Callback):
 
     """
 
+    reads_parameters = False
+    """See `strategies/readers.py`."""
+
     def __init__(
         self,
         every_n_steps: int = 100,

@@ -108,7 +108,8 @@ class DistributedOptimizer:
 
     def detach_gradients(self) -> None:
         """Take the parts' gradients away."""
-        self.shards.detach_gradients()
+        for part in self.shards.parts().values():
+            part.grad = None
 
     def _narrow(self, step: int) -> None:
         if self._moments_dtype is not None:

@@ -52,11 +52,6 @@ class LocalParts:
             grad = self._parameters[name].grad
             part.grad = grad.to_local() if isinstance(grad, DTensor) else None
 
-    def detach_gradients(self) -> None:
-        """Take the parts' gradients away, and the parameters' own."""
-        for name, part in self._parts.items():
-            part.grad = self._parameters[name].grad = None
-
     def begin_gather(self) -> None:
         """Nothing: a forward pass gathers what it needs."""
 

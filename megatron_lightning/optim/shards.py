@@ -183,11 +183,6 @@ class ParameterShards:
         begin = part.storage_offset() - made.masters.storage_offset()
         return made.grads[begin : begin + part.numel()].view(part.shape)
 
-    def detach_gradients(self) -> None:
-        """Take the parts' gradients away."""
-        for part in self.parts().values():
-            part.grad = None
-
     def begin_gather(self) -> None:
         """Start to gather what every rank updated, in the order of the next forward pass."""
         for made in reversed(self._made):

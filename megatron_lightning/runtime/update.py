@@ -105,6 +105,8 @@ class ParameterUpdate:
         """
         assert self._model.buckets is not None
         self._model.buckets.begin_run()
+        if self.distributed is not None:
+            self.distributed.detach_gradients()
         self._norm = None
         if self._gate is not None:
             self._gate.begin()
@@ -135,7 +137,6 @@ class ParameterUpdate:
         """After the optimizer's step: give what was updated to the model and to all ranks."""
         if self.distributed is not None:
             self.distributed.finish_step(step, wait=self._gate is None)
-            self.distributed.detach_gradients()
         elif self.masters is not None:
             self.masters.copy_to_model()
             if self._model.buckets is not None:
@@ -147,6 +148,10 @@ class ParameterUpdate:
             self.distributed.shards.wait()
 
     # ------------------------------------------------------------------ what is there
+
+    def carriers(self) -> Mapping[str, Tensor]:
+        """Return what carries published gradients until they are zeroed, by name."""
+        return self._model.parameters if self.distributed is None else self.updated()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return what is published of the gradients on this rank: whole local tensors, or flat

@@ -193,7 +193,7 @@ def _state_bytes(rank: int, world_size: int, dtype: torch.dtype, moments: bool) 
     distributed.attach_gradients()
     optimizer.step()
     distributed.finish_step(0, wait=True)
-    distributed.detach_gradients()
+    optimizer.zero_grad()
     tensors = [*named.values(), *buckets.buffers, *shards.tensors, *shards.parts().values()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -247,7 +247,7 @@ def _unfreeze(rank: int, world_size: int) -> dict[str, Any]:
         distributed.attach_gradients()
         optimizer.step()
         distributed.finish_step(step, wait=True)
-        distributed.detach_gradients()
+        optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in named.items()}
 
 
