@@ -294,6 +294,7 @@ class MegatronStrategy(MeshStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._reduce_now:
             startup.check_zeroed(self.parallel_model.parameters)
+            startup.check_zeroed(self._update.carriers())
             assert self._update is not None
             if not self._update.reduce(self._window.weight):
                 startup.warn_no_tokens()
