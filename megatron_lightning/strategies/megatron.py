@@ -293,9 +293,8 @@ class MegatronStrategy(MeshStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._reduce_now:
-            startup.check_zeroed(self.parallel_model.parameters)
-            startup.check_zeroed(self._update.carriers())
             assert self._update is not None
+            startup.check_zeroed(self._update.carriers())
             if not self._update.reduce(self._window.weight):
                 startup.warn_no_tokens()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
