@@ -13,9 +13,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,32 +26,16 @@ from megatron_lightning.config.parallel import (
 )
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
-from megatron_lightning.config.validate import raise_if_any
-from megatron_lightning.precision.masters import MasterParameters
-from megatron_lightning.precision.plugin import MegatronPrecision
-from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
-from megatron_lightning.runtime.context_batch import SEQUENCE_DIMS, ContextSlicer
-from megatron_lightning.runtime.metrics import log_published, silence_advice_to_reduce
-from megatron_lightning.runtime.model import ParallelModel
-from megatron_lightning.runtime.parallelize import Target, parallelize
-from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
-from megatron_lightning.runtime.update import ParameterUpdate
-from megatron_lightning.runtime.window import AccumulationWindow
-from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders, startup
-from megatron_lightning.strategies.handover import load_pending
-from megatron_lightning.strategies.mesh_strategy import MeshStrategy
-from megatron_lightning.strategies.readers import may_defer_gather
+from megatron_lightning.runtime.metrics import log_published
+from megatron_lightning.runtime.step import StepResult
+from megatron_lightning.strategies import startup
+from megatron_lightning.strategies.model_strategy import ModelStrategy
 from megatron_lightning.strategies.trainer_checks import (
     evaluated_once,
-    optimizer_problems,
-    trainer_problems,
 )
-from megatron_lightning.utils.env import global_seed
-
-DEFAULT_SEED = 1234
 
 
-class MegatronStrategy(MeshStrategy):
+class MegatronStrategy(ModelStrategy):
     """Trains one model over tensor, sequence, pipeline and data axes with Lightning's ordinary
     semantics.
 
@@ -86,9 +67,6 @@ class MegatronStrategy(MeshStrategy):
 
     """
 
-    materialises_networks = True
-    """Read by modules of this package: build on the meta device, the strategy gives the values."""
-
     def __init__(
         self,
         tensor_parallel_size: int = 1,
@@ -118,138 +96,8 @@ class MegatronStrategy(MeshStrategy):
             recompute=recompute or RecomputeConfig(),
             context=context or ContextConfig(),
         )
-        super().__init__(config, plan)
-        self._batch_dims = {**BATCH_DIMS, **(batch_dims or {})}
-        self._sequence_dims = {**SEQUENCE_DIMS, **(sequence_dims or {})}
-        self._parallel: ParallelModel | None = None
-        self._cut_module: LightningModule | None = None
-        self._runner: StepRunner | None = None
-        self._update: ParameterUpdate | None = None
-        self._window: AccumulationWindow | None = None
+        super().__init__(config, plan, batch_dims or {}, sequence_dims or {})
         self._reduce_now = True
-
-    # ------------------------------------------------------------------ the model
-
-    @property
-    def parallel_model(self) -> ParallelModel:
-        """This rank's part of the model and its parameter table; RuntimeError before setup."""
-        if self._parallel is None:
-            raise RuntimeError(
-                "strategy.parallel_model: the model is cut in Trainer.fit (or validate, ...), "
-                "not before"
-            )
-        return self._parallel
-
-    @property
-    def step_runner(self) -> StepRunner:
-        """What runs this rank's steps; RuntimeError before setup."""
-        if self._runner is None:
-            raise RuntimeError("strategy.step_runner: the model is cut in Trainer.fit, not before")
-        return self._runner
-
-    @property
-    def masters(self) -> MasterParameters | None:
-        """Masters of whole low-precision weights while fitting, else None."""
-        return None if self._update is None else self._update.masters
-
-    @property
-    def update(self) -> ParameterUpdate | None:
-        """What the optimizers update, and how gradients get there; None unless fitting."""
-        return self._update
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None:
-            precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
-            precision_plugin.grad_norm_fn = lambda _: self.grad_norm()
-        self._precision_plugin = precision_plugin
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        raise_if_any(trainer_problems(self, trainer, self.lightning_module))
-        self.accelerator.setup(trainer)
-        silence_advice_to_reduce()
-        module = self.lightning_module
-        assert module is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        target = startup.find_target(module, self._plan)
-        plugin = self._megatron_precision()
-        plugin.has_plan = target is not None
-        if self._update is not None and (fitting or self._cut_module is not module):
-            self._update.release()
-            self._update = None
-        self.precision_plugin.convert_module(module)  # in place
-        if fitting:
-            adjust.apply_layer_sync(self, module)
-        self._cut(module, target, buckets=fitting and bool(module.automatic_optimization))
-        self.model = module
-        adjust.confine_metrics(module, self.mesh)
-        adjust.announce_summary(self, trainer)
-        load_pending(self)
-        if fitting:
-            self.setup_optimizers(trainer)
-            if module.automatic_optimization:
-                raise_if_any(optimizer_problems(self.optimizers))
-        self.setup_precision_plugin()
-        if fitting:
-            _compat.optimizers_to_device(self.optimizers, self.root_device)
-            self._update = ParameterUpdate(
-                self.parallel_model,
-                self.mesh,
-                self.config,
-                self._megatron_precision().policy,
-                self.optimizers,
-                seed=self.seed,
-                defer=may_defer_gather(self.config, trainer),
-            )
-
-    def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
-        startup.claim(module, self)
-        policy = self._megatron_precision().policy
-        if self._parallel is None or self._cut_module is not module:
-            self._cut_module = module
-            self._parallel = parallelize(
-                module,
-                target,
-                self.mesh,
-                self.config,
-                seed=self.seed,
-                params_dtype=policy.params_dtype if target is not None else None,
-                main_params_dtype=policy.main_params_dtype if target is not None else None,
-            )
-        self._parallel.set_buckets(
-            self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
-        )
-        self._runner = StepRunner(module, self._parallel, self.mesh, self.config.pipeline.schedule)
-        self._window = AccumulationWindow(self.mesh.device)
-
-    @property
-    def seed(self) -> int:
-        """Seed of initial weights and dropout: `RuntimeConfig.seed`, else that of
-        `seed_everything`, else 1234.
-        """
-        if self.config.runtime.seed is not None:
-            return self.config.runtime.seed
-        seed = global_seed()
-        return DEFAULT_SEED if seed is None else seed
-
-    def _megatron_precision(self) -> MegatronPrecision:
-        if not isinstance(self._precision_plugin, MegatronPrecision):
-            self.precision_plugin = Precision()
-        assert isinstance(self._precision_plugin, MegatronPrecision)
-        return self._precision_plugin
-
-    @override
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
 
     # ------------------------------------------------------------------ training
 
@@ -266,7 +114,12 @@ class MegatronStrategy(MeshStrategy):
             self._update.open()
         self._update.begin_run()
         result = self._run(
-            "training_step", batch, args, self.precision_plugin.train_step_context, training=True
+            "training_step",
+            batch,
+            args,
+            self.precision_plugin.train_step_context,
+            training=True,
+            reduce_now=self._reduce_now,
         )
         self._update.end_run()
         log_published(module, result.published.logs, self._window.add(result.published))
@@ -329,13 +182,6 @@ class MegatronStrategy(MeshStrategy):
         finally:
             self._reduce_now = True
 
-    def grad_norm(self) -> Tensor:
-        """Global L2 norm of the published gradients, a 0-dim tensor equal on all ranks. All ranks
-        must call it.
-        """
-        assert self._update is not None, "there are gradients only while fitting"
-        return self._update.grad_norm()
-
     # ------------------------------------------------------------------ manual optimization
 
     def _manual_training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -364,149 +210,3 @@ class MegatronStrategy(MeshStrategy):
         if self._update is not None:
             self._update.take_gradients()
         return result
-
-    # ------------------------------------------------------------------ data
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        return loaders.share_samples(self, dataloader)
-
-    # ------------------------------------------------------------------ evaluation
-
-    @override
-    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "validation_step", batch, args, self.precision_plugin.val_step_context
-        )
-
-    @override
-    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", batch, args, self.precision_plugin.test_step_context)
-
-    @override
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self._run(
-            "predict_step", batch, args, self.precision_plugin.predict_step_context, training=False
-        )
-        assert self.lightning_module is not None
-        log_published(self.lightning_module, result.published.logs, None)  # Lightning refuses any
-        return _compat.share_predictions(
-            join_step_outputs(result.outputs), self.mesh, self.parallel_model.placement.last_rank
-        )
-
-    def _evaluate(
-        self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any]
-    ) -> Any:
-        result = self._run(hook, batch, args, context, training=False)
-        assert self.lightning_module is not None
-        log_published(self.lightning_module, result.published.logs, None)
-        return join_step_outputs(result.outputs)
-
-    def _run(
-        self,
-        hook: str,
-        batch: Any,
-        args: tuple[Any, ...],
-        context: Callable[[], Any],
-        *,
-        training: bool,
-    ) -> StepResult:
-        assert self._runner is not None
-        assert self.lightning_module is not None
-        if self._update is not None and not training:
-            self._update.wait()
-        micro_batches = self._split(batch)
-        position = None
-        if training:
-            samples = sum(micro_batch.num_samples for micro_batch in micro_batches)
-            batch_index = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
-            position = Position(batch_index=batch_index, first_sample=self.mesh.dp.rank * samples)
-        result = self._runner.run(
-            hook,
-            micro_batches,
-            args,
-            context=context,
-            batch_mark=self._mark(batch),
-            position=position,
-            reduce_now=training and self._reduce_now,
-        )
-        if not training:
-            self.parallel_model.reshard()
-        return result
-
-    def _mark(self, batch: Any) -> int | None:
-        return loaders.fingerprint(batch) if self.config.model_parallel_size > 1 else None
-
-    def _split(self, batch: Any) -> list[MicroBatch]:
-        assert self.lightning_module is not None
-        size = startup.micro_batch_size(self.config, self.lightning_module)
-        custom = getattr(self.lightning_module, "split_micro_batch", None)
-        if custom is not None:
-            batch = MicroBatches(custom(batch, size))
-        whole = split_batch(
-            batch,
-            micro_batch_size=size,
-            pipeline_size=self.mesh.pp.size,
-            batch_dims=self._batch_dims,
-        )
-        cut = ContextSlicer(
-            self.mesh,
-            batch_dims=self._batch_dims,
-            sequence_dims=self._sequence_dims,
-            sequence_parallel=self.config.sequence_parallel,
-        )
-        return [cut(micro_batch) for micro_batch in whole]
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Local tensors by canonical name; the checkpoint holds the global ones."""
-        return checkpoint_io.model_tensors(self) if self._parallel is not None else {}
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty: the strategy saves optimizer state itself, as global tensors."""
-        return {}
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if self.may_save(filepath):
-            checkpoint_io.save(self, checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return checkpoint_io.load(self, checkpoint_path)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Only a check: `load_checkpoint` has put the weights in place."""
-        checkpoint_io.check_loaded(self, checkpoint)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has put the optimizer state in place."""
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        checkpoint_io.remove(self, filepath)
-
-    # ------------------------------------------------------------------ end
-
-    @override
-    def teardown(self) -> None:
-        self.end_run()
-        if self._update is not None:
-            self._update.close(wait=not (self.fails_alone or self.failed_after_another))
-        if self._parallel is not None:
-            self._parallel.release_buckets()
-        adjust.revert_layer_sync(self)
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
