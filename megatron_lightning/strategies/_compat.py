@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
 
-def set_world_ranks(strategy: MegatronStrategy) -> None:
+def set_world_ranks(strategy: MeshStrategy) -> None:
     """Give the cluster environment this process' global rank and the world size, as Lightning's
     DDP strategy does.
     """
@@ -54,7 +54,7 @@ def reduce_tensor(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
     if mean and not result.is_floating_point():
         result = result.float()
     op = reduce_op if isinstance(reduce_op, dist.ReduceOp) else _NAMED_OPS[str(reduce_op).lower()]
-    dist.all_reduce(result, op=op, group=group)
+    dist.all_reduce(result, op=op, group=group)  # pyright: ignore[reportArgumentType]
     return result / dist.get_world_size(group) if mean else result
 
 
@@ -131,7 +131,7 @@ def set_num_threads(num_processes: int) -> None:
     _set_num_threads_if_needed(num_processes=num_processes)
 
 
-def fresh_main_port(strategy: MegatronStrategy) -> int:
+def fresh_main_port(strategy: MeshStrategy) -> int:
     """A port for the next process group, new for each call where the environment lets us choose."""
     environment = strategy.cluster_environment
     assert environment is not None

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 
 def confine_metrics(module: LightningModule, mesh: ParallelMesh) -> None:
@@ -40,7 +42,24 @@ def _not_distributed() -> bool:
     return False
 
 
-def apply_layer_sync(strategy: MegatronStrategy, module: LightningModule) -> None:
+def cast_inputs(network: nn.Module, dtype: torch.dtype) -> None:
+    """Give a network that is built in another dtype its floating-point inputs in that dtype, as
+    Lightning's precision plugins do with whole batches. Targets and masks of the step stay as they
+    are.
+    """
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map(convert, (args, kwargs))
+
+    def convert(value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_number else value
+
+    if dtype is not torch.float32:
+        network.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def apply_layer_sync(strategy: ModelStrategy, module: LightningModule) -> None:
     """Exchange batch norms as `Trainer(sync_batchnorm=True)` asks, in place, before anything else
     knows the module. Plans and tensor or pipeline ranks were refused before the start.
     """
@@ -48,14 +67,14 @@ def apply_layer_sync(strategy: MegatronStrategy, module: LightningModule) -> Non
         strategy._layer_sync.apply(module)
 
 
-def revert_layer_sync(strategy: MegatronStrategy) -> None:
+def revert_layer_sync(strategy: ModelStrategy) -> None:
     """Put ordinary batch norms back, as DDP does at the end of a fit."""
     module = strategy.lightning_module
     if strategy._layer_sync is not None and strategy.world_size > 1 and module is not None:
         strategy._layer_sync.revert(module)
 
 
-def announce_summary(strategy: MegatronStrategy, trainer: Trainer) -> None:
+def announce_summary(strategy: ModelStrategy, trainer: Trainer) -> None:
     """Say how much of the model Lightning's summary shows: what rank 0 holds."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     model, mesh = strategy.parallel_model, strategy.mesh

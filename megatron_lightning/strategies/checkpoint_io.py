@@ -24,7 +24,7 @@ from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
     from megatron_lightning.runtime.update import ParameterUpdate
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 MODEL, MASTER, OPTIMIZER = "model.", "master.", "optimizer."
 GROUPS = "optimizer_param_groups"
@@ -32,7 +32,7 @@ KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 """Options of a parameter group that belong to the device at hand, not to the training."""
 
 
-def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
+def model_tensors(strategy: ModelStrategy) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank holds, by canonical name."""
     module = strategy.lightning_module
     assert module is not None
@@ -50,7 +50,7 @@ def model_tensors(strategy: MegatronStrategy) -> dict[str, Tensor]:
 
 
 def save(
-    strategy: MegatronStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    strategy: ModelStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
     """Write `checkpoint` to the folder `filepath`. All ranks call it; errors are raised on all of
     them.
@@ -84,7 +84,7 @@ def save(
     )
 
 
-def load(strategy: MegatronStrategy, path: Any) -> dict[str, Any]:
+def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     """Put weights and, when fitting, optimizer state in place; return the rest for Lightning."""
     folder = Path(path)
     objects = store.load_objects(folder, codec=CODEC)
@@ -97,7 +97,7 @@ def load(strategy: MegatronStrategy, path: Any) -> dict[str, Any]:
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
 
 
-def check_loaded(strategy: MegatronStrategy, checkpoint: Mapping[str, Any]) -> None:
+def check_loaded(strategy: ModelStrategy, checkpoint: Mapping[str, Any]) -> None:
     """Refuse a hook that has changed what is to be loaded: it is in place already."""
     given, loaded = checkpoint["state_dict"], model_tensors(strategy)
     changed = [
@@ -114,7 +114,7 @@ def check_loaded(strategy: MegatronStrategy, checkpoint: Mapping[str, Any]) -> N
         )
 
 
-def remove(strategy: MegatronStrategy, filepath: Any) -> None:
+def remove(strategy: ModelStrategy, filepath: Any) -> None:
     """Delete a checkpoint, on rank 0."""
     if not strategy.is_global_zero:
         return
@@ -144,7 +144,7 @@ def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[st
     return tensors
 
 
-def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool) -> None:
+def _load_model(strategy: ModelStrategy, folder: Path, *, with_masters: bool) -> None:
     strategy.parallel_model.reshard()
     table = strategy.parallel_model.table
     group = strategy.mesh.control_group
@@ -175,7 +175,7 @@ def _load_model(strategy: MegatronStrategy, folder: Path, *, with_masters: bool)
         store.load(folder, exact, strict="none", scope=MASTER, process_group=group)
 
 
-def _load_optimizer(strategy: MegatronStrategy, folder: Path) -> None:
+def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
     update = strategy.update
     assert update is not None
     tensors = _optimizer_tensors(update, materialise=True)

@@ -40,7 +40,7 @@ from megatron_lightning.strategies.failure import (
 from megatron_lightning.strategies.handover import Handover, picklable
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
 _START_GRACE_SECONDS = 1.0
 _RUN_GRACE_SECONDS = 35.0
@@ -72,7 +72,7 @@ class _Rank:
 class ForkLauncher(_Launcher):
     """Forks all ranks for each call of the Trainer and puts their results into this process."""
 
-    def __init__(self, strategy: MegatronStrategy) -> None:
+    def __init__(self, strategy: MeshStrategy) -> None:
         self._strategy = strategy
         self._ranks: list[_Rank] = []
         self._child: Connection | None = None

@@ -30,7 +30,7 @@ from megatron_lightning.strategies.failure import RankFailure, reason_of
 from megatron_lightning.utils.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 _PENDING = "_weights_of_ranks"
 """Attribute of a LightningModule: the folder with weights that it has not read yet."""
@@ -57,7 +57,7 @@ class Handover:
 
     # ------------------------------------------------------------------ in a rank
 
-    def collect(self, strategy: MegatronStrategy, result: Any) -> bytes:
+    def collect(self, strategy: ModelStrategy, result: Any) -> bytes:
         """Everything that this rank has to give. All ranks call it together."""
         trainer, mesh = self._trainer, strategy.mesh
         weights = _save_weights(strategy) if trainer.state.fn == TrainerFn.FITTING else None
@@ -177,7 +177,7 @@ def _join_predictions(results: Sequence[Any], dataloaders: int) -> Any:
 # -------------------------------------------------------------------- weights
 
 
-def _save_weights(strategy: MegatronStrategy) -> str | None:
+def _save_weights(strategy: ModelStrategy) -> str | None:
     """Write the weights into a new temporary folder. A collective."""
     folder = tempfile.mkdtemp(prefix="megatron-lightning-") if strategy.is_global_zero else None
     path = Path(strategy.broadcast(folder)) / "weights.ckpt"
@@ -219,7 +219,7 @@ def _attach_weights(module: LightningModule, path: Path) -> None:
     vars(module)["configure_model"] = configure_model
 
 
-def load_pending(strategy: MegatronStrategy) -> None:
+def load_pending(strategy: ModelStrategy) -> None:
     """Read this rank's part of the weights that an earlier run left to the module, if it did."""
     module = strategy.lightning_module
     assert module is not None

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
 _DEALT = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
 _SAMPLED = 4096
@@ -60,7 +60,7 @@ class SharedSampler:
         return getattr(self._sampler, name)
 
 
-def share_samples(strategy: MegatronStrategy, loader: Any) -> Any:
+def share_samples(strategy: MeshStrategy, loader: Any) -> Any:
     """Make `loader` read the same samples on all ranks of a model copy, and say so where a sampler
     is replaced. Objects that are no DataLoader, and iterable data sets, are left alone.
     """
@@ -90,7 +90,7 @@ def share_samples(strategy: MegatronStrategy, loader: Any) -> Any:
     return loader
 
 
-def _share_within_copy(strategy: MegatronStrategy, loader: DataLoader[Any]) -> None:
+def _share_within_copy(strategy: MeshStrategy, loader: DataLoader[Any]) -> None:
     """Nothing was dealt: each model copy follows the sampler of its own first rank."""
     mesh = strategy.mesh
     leads = mesh.tp.is_first and mesh.pp.is_first and mesh.cp.is_first

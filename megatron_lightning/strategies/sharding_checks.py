@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import (
 from megatron_lightning.parallel.fsdp import unit_problems
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
 
 def sharding_problems(
-    strategy: MegatronStrategy, trainer: Trainer, module: LightningModule
+    strategy: MeshStrategy, trainer: Trainer, module: LightningModule
 ) -> Iterator[str]:
     """Yield explained problems of `data_parallel.sharding`; needs no process group."""
     sharding = strategy.config.data_parallel.sharding

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lightning.checkpoint import CheckpointError
 from megatron_lightning.checkpoint.checks import open_checkpoint
@@ -31,7 +31,7 @@ from megatron_lightning.utils.env import Launch
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
 _FIRST_RANK_SECONDS = 10.0
 _OWNER = "_megatron_strategy"
@@ -49,7 +49,7 @@ def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:
     raise_if_any(problems)
 
 
-def check_run(strategy: MegatronStrategy, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
+def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
     """Check what `Trainer.fit` (or validate, ...) was given against the layout.
 
     No process group is needed, and no file but indexes is opened. Raises ConfigurationError with
@@ -79,7 +79,7 @@ def given_datamodule(arguments: Mapping[str, Any]) -> LightningDataModule | None
     return None
 
 
-def _started_problems(strategy: MegatronStrategy) -> list[str]:
+def _started_problems(strategy: MeshStrategy) -> list[str]:
     """Whether as many processes run as devices and num_nodes say."""
     environment = strategy.cluster_environment
     assert environment is not None
@@ -99,7 +99,7 @@ def _started_problems(strategy: MegatronStrategy) -> list[str]:
 
 
 def run_problems(
-    strategy: MegatronStrategy, module: LightningModule, datamodule: Any, world_size: int
+    strategy: MeshStrategy, module: LightningModule, datamodule: Any, world_size: int
 ) -> list[str]:
     """Every violation that can be known before processes exist."""
     config = strategy.config
@@ -134,7 +134,7 @@ def run_problems(
     return problems
 
 
-def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[str]:
+def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
     """What keeps the module from being cut, found on the meta device."""
     config = strategy.config
     if _is_built_later(strategy, module):
@@ -166,7 +166,7 @@ def _cut_problems(strategy: MegatronStrategy, module: LightningModule) -> list[s
     return problems
 
 
-def _is_built_later(strategy: MegatronStrategy, module: LightningModule) -> bool:
+def _is_built_later(strategy: MeshStrategy, module: LightningModule) -> bool:
     """Whether nothing is known yet of the network that the user's plan describes, since
     `configure_model` will make it.
     """
@@ -251,13 +251,14 @@ def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | 
     return Target(plan=plan, attribute=children[0])
 
 
-def claim(module: LightningModule, strategy: MegatronStrategy) -> None:
+def claim(module: LightningModule, strategy: MeshStrategy) -> None:
     """Note that `strategy` cuts `module`; ValueError when another strategy has cut it into parts
     before.
     """
-    owner: MegatronStrategy | None = vars(module).get(_OWNER)
+    owner: MeshStrategy | None = vars(module).get(_OWNER)
     is_cut = owner is not None and (
         owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size > 1
+        or owner.config.data_parallel.sharding == "fsdp"
     )
     if owner is not None and owner is not strategy and is_cut:
         raise ValueError(
@@ -268,7 +269,7 @@ def claim(module: LightningModule, strategy: MegatronStrategy) -> None:
     object.__setattr__(module, _OWNER, strategy)
 
 
-def init_process_group(strategy: MegatronStrategy, timeout: timedelta) -> None:
+def init_process_group(strategy: MeshStrategy, timeout: timedelta) -> None:
     """Join the default process group over the cluster environment's address."""
     environment = strategy.cluster_environment
     assert environment is not None
@@ -291,7 +292,7 @@ def is_interactive() -> bool:
     return bool(_IS_INTERACTIVE)
 
 
-def check_zeroed(parameters: Mapping[str, nn.Parameter]) -> None:
+def check_zeroed(parameters: Mapping[str, Tensor]) -> None:
     """Refuse an `optimizer_zero_grad` that keeps gradients: windows are zeroed by the strategy."""
     kept = [name for name, parameter in parameters.items() if parameter.grad is not None]
     if kept:

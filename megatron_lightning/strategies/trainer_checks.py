@@ -31,13 +31,13 @@ from torchmetrics import Metric
 from megatron_lightning.strategies.sharding_checks import sharding_problems
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.megatron import MegatronStrategy
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
-Rule = Callable[["MegatronStrategy", Trainer, LightningModule], Iterator[str]]
+Rule = Callable[["ModelStrategy", Trainer, LightningModule], Iterator[str]]
 
 
 def trainer_problems(
-    strategy: MegatronStrategy, trainer: Trainer, module: LightningModule
+    strategy: MeshStrategy, trainer: Trainer, module: LightningModule
 ) -> list[str]:
     """Everything that this Trainer or module asks for and the layout can't give. Needs no process
     group; asked before the start, and again when callbacks of `configure_callbacks` are known.
@@ -84,7 +84,7 @@ def _callbacks(trainer: Trainer, kind: type[Callback]) -> Iterator[str]:
     yield from dict.fromkeys(type(each).__name__ for each in found if isinstance(each, kind))
 
 
-def _layout(strategy: MegatronStrategy) -> str:
+def _layout(strategy: MeshStrategy) -> str:
     sizes = {
         name: getattr(strategy.config, name)
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
@@ -92,13 +92,13 @@ def _layout(strategy: MegatronStrategy) -> str:
     return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
 
-def _is_cut(strategy: MegatronStrategy, module: LightningModule) -> bool:
+def _is_cut(strategy: MeshStrategy, module: LightningModule) -> bool:
     """Whether the strategy builds or cuts the network, in place of the module's constructor."""
     own_plan = hasattr(module, "parallel_plan") or strategy.user_plan is not None
     return own_plan or strategy.config.model_parallel_size > 1
 
 
-def _is_pipelined(strategy: MegatronStrategy) -> bool:
+def _is_pipelined(strategy: MeshStrategy) -> bool:
     config = strategy.config
     return config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1
 
