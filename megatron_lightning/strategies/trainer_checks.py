@@ -33,7 +33,7 @@ from megatron_lightning.strategies.sharding_checks import sharding_problems
 if TYPE_CHECKING:
     from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
-Rule = Callable[["ModelStrategy", Trainer, LightningModule], Iterator[str]]
+Rule = Callable[["MeshStrategy", Trainer, LightningModule], Iterator[str]]
 
 
 def trainer_problems(
