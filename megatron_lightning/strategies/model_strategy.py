@@ -164,6 +164,8 @@ class ModelStrategy(MeshStrategy):
                 params_dtype=policy.params_dtype if target is not None else None,
                 main_params_dtype=policy.main_params_dtype if target is not None else None,
             )
+            if target is not None:
+                adjust.cast_inputs(module.get_submodule(target.attribute), policy.params_dtype)
         self._parallel.set_buckets(
             self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
         )
