@@ -98,6 +98,7 @@ class ParallelModel:
     ) -> None:
         """Make gradient buckets of `dtype` for what is trainable now, or remove them."""
         self.release_buckets()
+        self.reshard()  # a run that failed may have left whole parameters in the modules
         if not enabled:
             return
         chunks: list[dict[str, nn.Parameter]] = [{} for _ in range(self.num_chunks)]

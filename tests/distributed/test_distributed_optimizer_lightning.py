@@ -24,7 +24,7 @@ from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.strategies.readers import readers
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Run, assert_same_training, tiny_config, train
+from tests.layout_runs import Recorder, Run, assert_same_training, tiny_config, train
 from tests.user_modules import (
     OwnTransformer,
     SequentialModule,
@@ -309,3 +309,52 @@ def test_layers_may_be_unfrozen_during_training(data_parallel: DataParallelConfi
     for found in run_ranks_fresh(thaw, 2, run):
         for name, value in single.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- again and again
+
+
+class Fails(OwnTransformer):
+    """Fails in the forward or the backward pass of its second batch, on every rank."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.where == "forward":
+            raise FloatingPointError("planned")
+        if batch_idx == 1 and self.where == "backward":
+            result["loss"].register_hook(self._fail)
+        return result
+
+    def _fail(self, grad: Tensor) -> None:
+        raise FloatingPointError("planned")
+
+
+def fail_and_fit_again(rank: int, world_size: int, run: Run, where: str) -> dict[str, Any]:
+    """A run that fails in its second step; with the same Trainer others, and evaluation."""
+    module, recorder = Fails(where), Recorder(run)
+    trainer = quiet_trainer(run, world_size, [recorder])
+    with pytest.raises(FloatingPointError):
+        trainer.fit(module, layout_runs.Batches(run))
+    module.where = ""
+    trainer.fit(module, layout_runs.Batches(run))
+    trainer.validate(module, layout_runs.Batches(run), verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps += 2
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, layout_runs.Batches(run))
+    return {"losses": recorder.losses, "norms": recorder.norms}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("data_parallel", [SHARDED, FULL], ids=["optimizer", "fsdp"])
+def test_fit_fail_and_fit_again(data_parallel: DataParallelConfig, where: str) -> None:
+    want = run_ranks_fresh(fail_and_fit_again, 2, user_run(), where)[0]
+    assert len(want["losses"]) > 6
+    run = user_run(layout=dict(data_parallel=data_parallel))
+    for got in run_ranks_fresh(fail_and_fit_again, 2, run, where):
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-4)
