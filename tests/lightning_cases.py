@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from megatron_lightning.config.plan import ParallelPlan, column, follows, replicated, row
 from megatron_lightning.strategies import MegatronStrategy
-from tests.harness import run_ranks_fresh
+from tests.harness import RankError, run_ranks_fresh
 from tests.layout_runs import assemble, boxes
 
 FEATURES, GLOBAL_BATCH, BATCHES = 6, 8, 6
@@ -291,11 +291,21 @@ def run_all(
     return facts
 
 
-@functools.cache
 def facts_of(layout: str, scenarios: tuple[Scenario, ...]) -> list[dict[str, dict[str, Any]]]:
     """Facts of each rank, run once for all tests of a file."""
+    facts = _facts_or_error(layout, scenarios)
+    if isinstance(facts, RankError):
+        raise facts
+    return facts
+
+
+@functools.cache
+def _facts_or_error(layout: str, scenarios: tuple[Scenario, ...]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, scenarios, folder)
+        try:
+            return run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, scenarios, folder)
+        except RankError as error:
+            return error
 
 
 def assert_same(scenario: Scenario, layout: str, scenarios: Sequence[Scenario]) -> None:

@@ -1,8 +1,10 @@
 """Lightning's built-in callbacks in every layout, against Lightning's own single process."""
 
 import io
+import logging
 from contextlib import redirect_stdout
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +21,21 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    ModelSummary,
+    RichModelSummary,
     RichProgressBar,
+    SpikeDetection,
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
     WeightAveraging,
 )
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from tests.lightning_cases import Case, Net, Rows, assert_same, numbers
+from tests.harness import RankError, run_ranks_fresh
+from tests.lightning_cases import LAYOUTS, Case, Net, Rows, assert_same, numbers, run_all
 
 # ---------------------------------------------------------------------- saving and stopping
 
@@ -237,6 +244,58 @@ def lr_finder(case: Case) -> dict[str, Any]:
     return {"lr": module.lr, **facts, "results": finder.optimal_lr.results}
 
 
+def tuner(case: Case) -> dict[str, Any]:
+    trainer, module = case.trainer(max_epochs=2), Net()
+    found = Tuner(trainer).lr_find(
+        module, case.train_loader(), num_training=24, min_lr=1e-4, max_lr=1.0
+    )
+    assert found is not None
+    return {"lr": module.lr, "results": found.results}
+
+
+class Kept(ModelSummary):
+    """Keeps what it would show."""
+
+    shown: Any = None
+
+    def summarize(self, data: Any, total: int, trainable: int, *rest: Any, **more: Any) -> None:  # type: ignore[override]
+        self.shown = total, trainable
+
+
+def summary(case: Case) -> dict[str, Any]:
+    """The numbers under data parallelism; a part, which is said, under model parallelism."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    callback, module = Kept(), Net()
+    with redirect_stdout(io.StringIO()) as text:
+        case.fit(callback, module=module)
+        case.fit(RichModelSummary(), module=Net())
+    logger.removeHandler(handler)
+    whole = sum(p.numel() for p in Net().parameters())
+    announced = [line for line in said if line.startswith("The model has")]
+    if case.rank > 0:
+        return {"rank0": {}}
+    assert "Trainable params" in text.getvalue()
+    if case.layout in ("one", "dp"):
+        assert not announced
+        return {"rank0": {"shown": callback.shown}}
+    assert callback.shown[0] < whole
+    assert f"has {whole} parameters; the summary shows the {callback.shown[0]} of" in announced[0]
+    return {"rank0": {"shown": (whole, whole)}}
+
+
+class Spike(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1000 if batch_idx == 3 else 1)
+
+
+def spike(case: Case) -> dict[str, Any]:
+    return case.fit(SpikeDetection(rtol=20.0), module=Spike())
+
+
 def averages(case: Case) -> dict[str, Any]:
     found = {}
     for name, callback in {
@@ -283,6 +342,8 @@ def throughput(case: Case) -> dict[str, Any]:
 
 
 GENERAL = [
+    summary,
+    tuner,
     best_and_last,
     not_finite,
     when_to_save,
@@ -312,3 +373,13 @@ def test_same_meaning_without_pipeline(scenario: Any, layout: str) -> None:
 @pytest.mark.parametrize("scenario", REPLICATED, ids=lambda scenario: scenario.__name__)
 def test_same_meaning_replicated(scenario: Any) -> None:
     assert_same(scenario, "dp", REPLICATED)
+
+
+def test_best_and_last_with_stages_and_tensor_ranks() -> None:
+    assert_same(best_and_last, "tp_pp", [best_and_last])
+
+
+@pytest.mark.parametrize("layout", ["one", "dp", "tp", "pp"])
+def test_a_spike_ends_training_on_every_rank(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="Training spike detected in batch 3"):
+        run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [spike], str(tmp_path), timeout=60)

@@ -13,8 +13,17 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.harness import run_ranks_fresh
-from tests.lightning_cases import Case, Net, Probe, assert_same, make_data, numbers
+from tests.harness import RankError, run_ranks_fresh
+from tests.lightning_cases import (
+    LAYOUTS,
+    Case,
+    Net,
+    Probe,
+    assert_same,
+    make_data,
+    numbers,
+    run_all,
+)
 
 # ---------------------------------------------------------------------- hooks
 
@@ -306,3 +315,21 @@ def test_without_distributed_sampler() -> None:
     assert len(ranks[0][1][0]) == 4
     assert sorted(i for batch in ranks[0][1][:8] for i in batch) == list(range(32))
     assert ranks[0][1] != ranks[2][1]
+
+
+class Noisy(Net):
+    """Adds noise from the random state of the process, which differs."""
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return [batch[0] + torch.randn_like(batch[0]), batch[1]]
+
+
+def noise(case: Case) -> dict[str, Any]:
+    torch.manual_seed(case.rank)
+    return case.fit(module=Noisy())
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_different_batches_within_a_copy_are_an_error(layout: str, tmp_path: Any) -> None:
+    with pytest.raises(RankError, match="ranks of one model copy got different batches"):
+        run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [noise], str(tmp_path), timeout=60)

@@ -113,11 +113,31 @@ class Measured(Net):
         self.seen.reset()
 
 
+def accumulated(case: Case) -> dict[str, Any]:
+    """One row for each optimizer step, its value the mean of the whole window (C10)."""
+    path = case.folder / case.layout
+    probe = Probe()
+    logger = CSVLogger(path)
+    trainer = case.trainer(probe, logger=logger, accumulate_grad_batches=4, log_every_n_steps=1)
+    trainer.fit(Net(), case.train_loader(8))
+    trainer.strategy.barrier()
+    [folder] = list(path.rglob("version_*"))
+    rows = [row for row in read_csv(folder) if "train_loss_step" in row]
+    # Lightning alone logs the last batch of a window; a batch's loss is a quarter of the window's
+    windows = [sum(probe.losses[0:4]), sum(probe.losses[4:8])]
+    logged = windows if case.alone else [row["train_loss_step"] for row in rows]
+    return {
+        "logged": logged,
+        "steps": [row["step"] for row in rows],
+        "epoch": float(trainer.callback_metrics["train_loss_epoch"]),
+    }
+
+
 def metric_objects(case: Case) -> dict[str, Any]:
     return {"metrics": case.fit(module=Measured())["metrics"]}
 
 
-SCENARIOS = [log_options, csv_logger]
+SCENARIOS = [log_options, csv_logger, accumulated]
 
 
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
@@ -129,3 +149,7 @@ def test_same_meaning(scenario: Any, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["dp", "tp"])
 def test_metric_objects(layout: str) -> None:
     assert_same(metric_objects, layout, [metric_objects])
+
+
+def test_one_row_for_each_step_with_replicas_and_stages() -> None:
+    assert_same(accumulated, "pp_dp", [accumulated])

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.multiprocessing
-from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -66,7 +66,7 @@ class OwnSync(LayerSync):
         return model
 
 
-class OtherDevice(CPUAccelerator):
+class OtherDevice(MPSAccelerator):
     """Stands for an accelerator that the strategy doesn't know."""
 
 
@@ -175,5 +175,35 @@ def test_refused_before_start(name: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
 def test_scale_batch_size_is_refused(layout: str, tmp_path: Path) -> None:
     case = Case(layout, 0, 2, tmp_path)
-    with pytest.raises(ConfigurationError, match="Tuner.scale_batch_size"):
+    ours_or_lightnings = "Tuner.scale_batch_size|batch size is currently not supported"
+    with pytest.raises(ValueError, match=ours_or_lightnings):
         Tuner(case.trainer()).scale_batch_size(Net(), case.loader())
+
+
+@pytest.mark.parametrize(
+    "precision", ["16-mixed", "16-true", "transformer-engine", "transformer-engine-float16"]
+)
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_precisions_are_refused(layout: str, precision: str, tmp_path: Path) -> None:
+    """By the Trainer's constructor; Transformer Engine by Lightning itself where it is missing."""
+    case = Case(layout, 0, 2, tmp_path)
+    with pytest.raises((ValueError, ModuleNotFoundError), match="(?i)precision|transformer_engine"):
+        case.trainer(precision=precision)
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_compiled_module_is_refused(layout: str, tmp_path: Path) -> None:
+    case = Case(layout, 0, 2, tmp_path)
+    with pytest.raises(RuntimeError, match="compiled model is incompatible.*MegatronStrategy"):
+        case.trainer().fit(torch.compile(Net(), backend="eager"), case.loader())
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_other_accelerators_are_refused(layout: str, tmp_path: Path) -> None:
+    """One that is neither CPU nor CUDA; and uploads of single files."""
+    case = Case(layout, 0, 2, tmp_path)
+    trainer = case.trainer()
+    trainer.strategy.accelerator = OtherDevice()
+    trainer._model_registry = "name"
+    with pytest.raises(ConfigurationError, match="(?s)accelerator=OtherDevice.*model_registry="):
+        trainer.fit(Net(), case.loader())

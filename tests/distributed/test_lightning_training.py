@@ -4,6 +4,7 @@ Which scenario stands for which row of `docs/lightning.md`, and in which layouts
 `tests/lightning_matrix.py`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau
 
-from tests.lightning_cases import Case, Net, assert_same
+from tests.harness import RankError, run_ranks_fresh
+from tests.lightning_cases import LAYOUTS, Case, Net, assert_same, facts_of, run_all
 
 # ---------------------------------------------------------------------- gradients and steps
 
@@ -253,6 +255,25 @@ def barebones(case: Case) -> dict[str, Any]:
     return facts
 
 
+def profiled(case: Case) -> dict[str, Any]:
+    trainer = case.trainer(profiler="simple")
+    trainer.fit(Net(), case.train_loader(), case.loader(2, seed=6))
+    recorded = trainer.profiler.recorded_durations
+    ours, theirs = type(trainer.strategy).__name__, "[Strategy]Strategy"
+    return {
+        "calls": {
+            name.replace(f"[Strategy]{ours}", theirs): len(times)
+            for name, times in recorded.items()
+            if ("training_step" in name or "optimizer_step" in name or "backward" in name)
+            and "RunGuard" not in name  # the strategy's own callback
+        }
+    }
+
+
+def double_precision(case: Case) -> dict[str, Any]:
+    return case.fit(precision="64-true", max_epochs=2)
+
+
 def fit_again(case: Case) -> dict[str, Any]:
     """One module and one Trainer: validate, fit, validate, fit on, test."""
     module = Net()
@@ -289,6 +310,8 @@ SCENARIOS = [
     when_to_validate,
     modes,
     barebones,
+    profiled,
+    double_precision,
     fit_again,
 ]
 
@@ -297,3 +320,46 @@ SCENARIOS = [
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_same_meaning(scenario: Any, layout: str) -> None:
     assert_same(scenario, layout, SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "plain"), [(clip_by_norm, "one"), (clip_by_value, "one"), (overfit, "one")]
+)
+def test_the_feature_changes_the_training(scenario: Any, plain: str) -> None:
+    """What is compared above would tell whether the flag had been ignored."""
+    facts = facts_of(plain, tuple(SCENARIOS))[0]
+    other, usual = facts[scenario.__name__]["losses"], facts["plain_fit"]["losses"]
+    assert any(abs(a - b) > 1e-3 for a, b in zip(other[1:], usual[1:], strict=False))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_low_precision_trains_alike(layout: str, precision: str, tmp_path: Path) -> None:
+    """Losses as Lightning's in one process, to what bfloat16 resolves."""
+    scenario = {"bf16-mixed": mixed, "bf16-true": low}[precision]
+    want = facts_of("one", (scenario,))[0][scenario.__name__]["losses"]
+    for rank in facts_of(layout, (scenario,)):
+        assert rank[scenario.__name__]["losses"] == pytest.approx(want, rel=0.05, abs=0.02)
+
+
+def mixed(case: Case) -> dict[str, Any]:
+    return {"losses": case.fit(precision="bf16-mixed")["losses"]}
+
+
+def low(case: Case) -> dict[str, Any]:
+    return {"losses": case.fit(precision="bf16-true")["losses"]}
+
+
+def anomaly(case: Case) -> dict[str, Any]:
+    class Module(Net):
+        def loss(self, batch: Any) -> Any:
+            x, y = batch
+            return ((self(x) - y) * 0).abs().sqrt().mean()  # the gradient of a root at 0, times 0
+
+    return case.fit(module=Module(), detect_anomaly=True)
+
+
+@pytest.mark.parametrize("layout", ["one", "dp", "tp", "pp"])
+def test_an_anomaly_is_detected(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="returned nan values in its 0th output"):
+        run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [anomaly], str(tmp_path), timeout=60)
