@@ -117,6 +117,11 @@ class LogRecorder:
                 f"the value is also"
                 " reduced over micro-batches and ranks"
             )
+        if kwargs.get("enable_graph", False):
+            raise ValueError(
+                f"self.log({name!r}, enable_graph=True): the schedule runs backward before the "
+                f"logged value is reduced, so there is no graph to keep; leave it False"
+            )
         if kwargs.get("sync_dist_group") is not None:
             raise ValueError(
                 f"self.log({name!r}, sync_dist_group=...): what a step logs is always reduced over "
