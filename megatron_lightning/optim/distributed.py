@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -55,7 +54,7 @@ class DistributedOptimizer:
         self._moments_dtype = moments_dtype
         self._seed = seed
         for optimizer in self._optimizers:
-            check_elementwise(optimizer, shards.ranges)
+            check_elementwise(optimizer, shards.names)
         self.adopt()
 
     def adopt(self) -> None:
@@ -63,17 +62,17 @@ class DistributedOptimizer:
         call.
         """
         self.shards.extend()
-        ranges, parts = self.shards.ranges, self.shards.parts()
+        names, parts = self.shards.names, self.shards.parts()
         known = {id(part) for part in parts.values()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 held: list[Parameter] = []
                 for parameter in group["params"]:
                     name = None if id(parameter) in known else self._name(parameter)
-                    if name is None or name not in ranges:  # a part already, or frozen
+                    if name is None or name not in names:  # a part already, or frozen
                         held.append(parameter)
                         continue
-                    _move_state(optimizer, parameter, parts.get(name), ranges[name])
+                    self._move_state(optimizer, name, parameter, parts.get(name))
                     held += [parts[name]] if name in parts else []
                 group["params"][:] = held
                 _use_fused_kernel(optimizer, group)
@@ -86,6 +85,24 @@ class DistributedOptimizer:
                 " this module only"
             )
         return self._names[parameter]
+
+    def _move_state(
+        self, optimizer: Optimizer, name: str, parameter: Parameter, part: Parameter | None
+    ) -> None:
+        """Hand state that is there already to the part (Adagrad makes its own at once)."""
+        state = optimizer.state.pop(parameter, {})
+        if part is None or not state:
+            return
+        optimizer.state[part] = {
+            key: self._cut(name, value, part)
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+            else value
+            for key, value in state.items()
+        }
+
+    def _cut(self, name: str, value: Tensor, part: Parameter) -> Tensor:
+        dtype = part.dtype if value.is_floating_point() else value.dtype
+        return self.shards.cut(name, value).to(device=part.device, dtype=dtype, copy=True)
 
     # ------------------------------------------------------------------ one step
 
@@ -134,27 +151,6 @@ class DistributedOptimizer:
         """Forget the state of the parts of parameters `names`."""
         parts = self.shards.parts()
         discard_state(optimizer, [parts[name] for name in names if name in parts])
-
-
-def _move_state(
-    optimizer: Optimizer, parameter: Parameter, part: Parameter | None, own: tuple[int, int]
-) -> None:
-    """Hand state that is there already to the part (Adagrad makes its own at once)."""
-    state = optimizer.state.pop(parameter, {})
-    if part is None or not state:
-        return
-    optimizer.state[part] = {key: _cut(value, parameter, part, own) for key, value in state.items()}
-
-
-def _cut(value: Any, parameter: Parameter, part: Parameter, own: tuple[int, int]) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
-        return value
-    dtype = part.dtype if value.is_floating_point() else value.dtype
-    if isinstance(value, DTensor):
-        held = value.to_local()
-    else:
-        held = value.detach().flatten()[slice(*own)].view(part.shape)
-    return held.to(device=part.device, dtype=dtype, copy=True)
 
 
 def _use_fused_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:

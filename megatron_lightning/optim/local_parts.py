@@ -7,7 +7,7 @@ tensors, which its fused kernels and clipping take without DTensor's dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,11 +27,15 @@ class LocalParts:
     ) -> None:
         self._parameters = dict(named_parameters)
         self.has_masters = has_masters
-        self.ranges: dict[str, tuple[int, int]] = {}
-        """(start, stop) of the part of each flattened parameter that this rank updates; may be
-        empty."""
+        self.begins: dict[str, tuple[int, ...]] = {}
+        """Index in each parameter at which the local tensor begins."""
         self._parts: dict[str, Parameter] = {}
         self.extend()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Parameters of which this or another rank updates parts."""
+        return self.begins.keys()
 
     def parts(self) -> dict[str, Parameter]:
         """What this rank updates, by name, in the local shape. Empty parts are left out."""
@@ -40,11 +44,15 @@ class LocalParts:
     def extend(self) -> None:
         """Take in parameters that were sharded since."""
         for name, parameter in self._parameters.items():
-            if name not in self.ranges and isinstance(parameter, DTensor):
-                local, start = shard_of(parameter)
-                self.ranges[name] = (start, start + local.numel())
+            if name not in self.begins and isinstance(parameter, DTensor):
+                local, self.begins[name] = shard_of(parameter)
                 if local.numel():
                     self._parts[name] = Parameter(local)
+
+    def cut(self, name: str, value: Tensor) -> Tensor:
+        """Return the part of `value`, which is sharded as parameter `name`."""
+        assert isinstance(value, DTensor), f"state of {name} is not sharded as its parameter"
+        return value.to_local()
 
     def attach_gradients(self) -> None:
         """Give each part the local gradient of its parameter."""
@@ -66,7 +74,7 @@ class LocalParts:
 
     def release(self, *, wait: bool = True) -> None:
         """Forget the parts."""
-        self._parts, self.ranges = {}, {}
+        self._parts, self.begins = {}, {}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

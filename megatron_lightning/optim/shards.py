@@ -9,7 +9,7 @@ updates them is the business of `optim.distributed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,11 @@ class ParameterShards:
         """True while a gather is running."""
         return any(made.work is not None for made in self._made)
 
+    @property
+    def names(self) -> Collection[str]:
+        """Parameters of which this or another rank updates parts."""
+        return self.ranges.keys()
+
     def parts(self) -> dict[str, Parameter]:
         """What this rank updates, by name: (elements,) tensors. Names without a part are left
         out.
@@ -161,6 +166,11 @@ class ParameterShards:
                 # A scalar stays one: optimizers tell counts from state by their dims.
                 made.parts[slot.name] = Parameter(part if slot.parameter.dim() else part.view(()))
         return made
+
+    def cut(self, name: str, value: Tensor) -> Tensor:
+        """Return this rank's part of `value`, which has the shape of parameter `name`."""
+        part = value.detach().flatten()[slice(*self.ranges[name])]
+        return part if value.dim() else part.view(())
 
     # ------------------------------------------------------------------ one step
 

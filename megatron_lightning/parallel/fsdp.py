@@ -14,16 +14,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.parallel.flat import is_tensor_partial, sum_tensors
 from megatron_lightning.parallel.mesh import ParallelMesh
+
+MAX_PADDING = 1.1
+"""Elements of the padded first dim for each real one, up to which it is sharded."""
 
 Fill = Callable[[nn.Module, str], None]
 """Gives a module below the network, at a path, its values: `fill(module, path)`."""
@@ -60,6 +62,18 @@ class ShardOptions:
     storage_dtype: torch.dtype | None = None
     """Dtype of the shards, which the optimizer updates; None: as the parameters are."""
 
+    def placement(self, parameter: Parameter) -> Shard | None:
+        """Choose the dim to shard: the first, unless padding it would waste much and another one
+        divides (a gated weight is [2, F, H]). None is torch's default, the first.
+        """
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        if parameter.dim() < 2 or -(-parameter.shape[0] // shards) * shards <= (
+            MAX_PADDING * parameter.shape[0]
+        ):
+            return None
+        even = [dim for dim, size in enumerate(parameter.shape) if size and size % shards == 0]
+        return Shard(even[0]) if even else None
+
     def policy(self) -> MixedPrecisionPolicy:
         """Torch's form of the dtypes. Gradients are summed in float32, inputs are left alone."""
         low = (torch.bfloat16, torch.float16)
@@ -95,6 +109,7 @@ def _shard(module: nn.Module, options: ShardOptions, *, reshard_after_forward: b
         module,
         mesh=options.mesh,
         reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=options.placement,
         mp_policy=options.policy(),
     )
     assert isinstance(module, FSDPModule)
@@ -165,13 +180,6 @@ def _list_entries(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def share_streams(roots: Sequence[FSDPModule]) -> None:
-    """Let all roots of a rank use one set of communication streams, where torch offers it."""
-    share = getattr(fsdp, "share_comm_ctx", None)
-    if share is not None and len(roots) > 1:
-        share(list(roots))
-
-
 def reshard(root: FSDPModule) -> None:
     """Free what `root` and the modules in it have gathered."""
     for module in root.modules():  # type: ignore[attr-defined]
@@ -179,14 +187,12 @@ def reshard(root: FSDPModule) -> None:
             module.reshard()
 
 
-def shard_of(tensor: DTensor) -> tuple[Tensor, int]:
-    """Return this rank's part of a sharded tensor: (local tensor, its first element's index in the
-    flattened whole).
-    """
+def shard_of(tensor: DTensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a sharded tensor: (local tensor, where it begins in the whole)."""
     local = tensor.to_local().detach()
-    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    row = chunks[0].offsets[0] if chunks and local.dim() else 0
-    return local, int(row) * (local[:1].numel() if local.numel() else 0)
+    chunks = tensor.__create_chunk_list__() if local.numel() else []  # type: ignore[attr-defined]
+    offsets = tuple(map(int, chunks[0].offsets)) if chunks else (0,) * local.dim()
+    return local, offsets
 
 
 class ShardedGradients:

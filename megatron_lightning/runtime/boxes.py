@@ -18,9 +18,18 @@ def box_of(value: Tensor, info: ParameterInfo) -> Tensor:
     if value.dim() == 0:
         return value
     if isinstance(value, DTensor):
-        local, start = shard_of(value)
-        return box_of_part(local, value.shape, start, info)
+        return box_of_shard(*shard_of(value), info)
     return BoxedTensor.from_local(value, info.global_shape, info.offsets, info.sizes)
+
+
+def box_of_shard(part: Tensor, begins: tuple[int, ...], info: ParameterInfo) -> Tensor:
+    """Return a box of a local tensor, which begins at index `begins` of it, as a global box."""
+    if part.dim() == 0:
+        return part.detach()
+    offsets = [a + b for a, b in zip(info.offsets, begins, strict=True)]
+    room = [size - begin for size, begin in zip(info.sizes, begins, strict=True)]
+    sizes = [max(0, min(pair)) for pair in zip(part.shape, room, strict=True)]
+    return BoxedTensor.from_local(part, info.global_shape, offsets, sizes)
 
 
 def box_of_part(

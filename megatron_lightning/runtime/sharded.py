@@ -17,7 +17,6 @@ from megatron_lightning.parallel.fsdp import (
     ShardOptions,
     data_mesh,
     is_sharded_over,
-    share_streams,
 )
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.runtime.model import ParallelModel
@@ -54,9 +53,12 @@ def layers_of(network: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Modu
 
 
 def enter_sharded(model: ParallelModel, roots: Sequence[tuple[FSDPModule, ...]]) -> None:
-    """Note the sharded modules of each chunk, and enter pipeline chunks through their hooks."""
+    """Note the sharded modules of each chunk, and enter pipeline chunks through their hooks.
+
+    Chunks share no communication context (`share_comm_ctx`): the last backward of one would forget
+    what others, whose last is still to come, prefetch by.
+    """
     model.sharded_roots = tuple(roots)
-    share_streams([root for chunk in roots for root in chunk])
     if model.pipelined is None:
         return
     for chunk in model.pipelined.parts:

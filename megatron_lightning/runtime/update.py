@@ -24,7 +24,7 @@ from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.policy import PrecisionPolicy
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
-from megatron_lightning.runtime.boxes import box_of, box_of_part
+from megatron_lightning.runtime.boxes import box_of, box_of_part, box_of_shard
 from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
 
@@ -204,7 +204,10 @@ class ParameterUpdate:
         info = self._model.table[name]
         if self.distributed is None:
             return box_of(value, info)
-        start, _ = self.distributed.shards.ranges[name]
+        shards = self.distributed.shards
+        if isinstance(shards, LocalParts):
+            return box_of_shard(value, shards.begins[name], info)
+        start, _ = shards.ranges[name]
         return box_of_part(value, self._model.parameters[name].shape, start, info)
 
     def state_tensors(
