@@ -157,9 +157,9 @@ def _use_fused_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Let Adam and AdamW use the fused kernel, unless a choice was made."""
     if type(optimizer) not in FUSED_OPTIMIZERS or not group["params"]:
         return
-    chosen = ("fused", "foreach", "capturable", "differentiable")
-    parts_on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
-    if parts_on_gpu and not any(group[option] for option in chosen) and group["fused"] is None:
+    free = group["foreach"] is None and group["fused"] is None
+    free = free and not (group["capturable"] or group["differentiable"])
+    if free and all(p.is_cuda and p.is_floating_point() for p in group["params"]):
         group["fused"] = True
         for parameter in group["params"]:
             step = optimizer.state.get(parameter, {}).get("step")
