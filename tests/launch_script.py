@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_lightning.config import RuntimeConfig
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies import MegatronStrategy, lifeline
 from tests.layout_runs import Batches, Run, tiny_config
 
 
@@ -55,9 +55,12 @@ class Trouble(L.Callback):
         if trainer.global_rank != self.rank:
             if self.mode == "stuck":
                 time.sleep(1000)
+            if self.mode == "stuck_teardown":  # as freeing memory is while a collective waits
+                lifeline.BUSY_SECONDS = 1.0
+                trainer.accelerator.teardown = lambda: time.sleep(1000)
             return
         self.note()
-        if self.mode == "callback":
+        if self.mode in ("callback", "stuck_teardown"):
             raise ValueError("boom in a callback")
         if self.mode == "stuck":
             time.sleep(1)

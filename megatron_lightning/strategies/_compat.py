@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -129,16 +128,6 @@ def run_arguments(
 def set_num_threads(num_processes: int) -> None:
     """Share the cores between the ranks of this node, unless OMP_NUM_THREADS says otherwise."""
     _set_num_threads_if_needed(num_processes=num_processes)
-
-
-def fresh_main_port(strategy: MeshStrategy) -> int:
-    """A port for the next process group, new for each call where the environment lets us choose."""
-    environment = strategy.cluster_environment
-    assert environment is not None
-    port = environment.main_port
-    if isinstance(environment, LightningEnvironment):
-        environment._main_port = -1
-    return port
 
 
 # -------------------------------------------------------------------- ranks forked from the Trainer

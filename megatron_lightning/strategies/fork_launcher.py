@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -76,6 +77,8 @@ class ForkLauncher(_Launcher):
         self._strategy = strategy
         self._ranks: list[_Rank] = []
         self._child: Connection | None = None
+        self.store_file = ""
+        """Through this file the ranks find each other: a port might be taken meanwhile."""
         self._callbacks: list[Any] | None = None
         self._failures: list[_Failure] = []
         self._stopping: int | None = None
@@ -105,7 +108,8 @@ class ForkLauncher(_Launcher):
         self._failures, self._stopping = [], None
         sys.stdout.flush()
         sys.stderr.flush()
-        with self._forward_signals():
+        with tempfile.TemporaryDirectory() as folder, self._forward_signals():
+            self.store_file = os.path.join(folder, "store")
             self._fork(lambda: _compat.call_in_rank(trainer, function, args, kwargs))
             try:
                 self._collect()
@@ -150,7 +154,6 @@ class ForkLauncher(_Launcher):
 
     def _fork(self, function: Callable[[], Any]) -> None:
         context = get_context("fork")
-        port = _compat.fresh_main_port(self._strategy)
         self._ranks = []
         parent = os.getpid()
         for number in range(self._strategy.num_processes):
@@ -158,7 +161,7 @@ class ForkLauncher(_Launcher):
 
             def main(number: int = number, theirs: Connection = theirs) -> None:
                 self._child = theirs
-                _become_rank(number, port, parent)
+                _become_rank(number, parent)
                 self._run(number, function)
 
             process = context.Process(target=main, name=f"rank {number}")
@@ -312,7 +315,7 @@ def _check_inherited(device: torch.device) -> None:
         ) from error
 
 
-def _become_rank(number: int, port: int, parent: int) -> None:
+def _become_rank(number: int, parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -324,6 +327,5 @@ def _become_rank(number: int, port: int, parent: int) -> None:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
         vars(builtins).pop("get_ipython", None)  # progress bars would draw widgets in vain
     os.environ["LOCAL_RANK"] = str(number)
-    os.environ["MASTER_PORT"] = str(port)
     # GNU OpenMP hangs in a fork once the process has used its threads before.
     torch.set_num_threads(1)

@@ -65,7 +65,7 @@ class RunGuard(Callback):
         """Tell all ranks and show the traceback, once for each exception."""
         if exception is self._told:
             return
-        self._told, self._alike = exception, None
+        self._told = exception
         set_exit_status(exception)
         if self._lifeline is None:
             return
@@ -76,6 +76,7 @@ class RunGuard(Callback):
             kind="" if broken else type(exception).__name__,
             step=self._trainer.global_step,
         )
+        self._alike = False if broken else None
         news = self._lifeline.news(_BROKEN_NEWS_SECONDS) if broken else None
         self._lifeline.report(report)
         if not broken and not self._signals.agreed:

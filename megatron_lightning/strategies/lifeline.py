@@ -185,12 +185,14 @@ class Lifeline:
             self._peers[peer].sendall(json.dumps(message).encode() + b"\n")
 
     def _end_soon(self, news: Report) -> None:
-        """End this process unless its main thread leaves the run in time."""
-        if self._over.wait(GRACE_SECONDS):
+        """End this process unless its main thread leaves the run in time, or all ranks end alike
+        and may take their time, e.g. to save a checkpoint together.
+        """
+        if self._over.wait(GRACE_SECONDS) or self._alike:
             return
         with self._changed:
             busy = self._rank in self._reports
-        if busy and self._over.wait(BUSY_SECONDS):
+        if busy and (self._over.wait(BUSY_SECONDS) or self._alike):
             return
         if not self.quiet:
             print(describe_peer(self._rank, news), file=sys.stderr)

@@ -124,8 +124,21 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(self._launcher, (ScriptLauncher, ForkLauncher)):
             self._launcher.joined()
 
-    def end_run(self) -> None:
-        """End the watch over this call of the Trainer. Part of `teardown`."""
+    def give_up_if_alone(self) -> None:
+        """The beginning of `teardown`: after a failure that other ranks don't have, end collectives
+        that wait for them, since freeing memory would wait too.
+        """
+        if self.fails_alone:
+            startup.abort_groups(self.mesh)
+
+    @override
+    def teardown(self) -> None:
+        """Free what a call of the Trainer held. The watch ends last: freeing may hang."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
         if self._guard is not None:
             self._guard.close()
 
@@ -151,6 +164,11 @@ class MeshStrategy(ParallelStrategy):
     def shown_elsewhere(self) -> bool:
         """Whether the process that forked this rank raises, and so shows, what happens here."""
         return isinstance(self._launcher, ForkLauncher)
+
+    @property
+    def store_file(self) -> str:
+        """File through which forked ranks find each other; empty where they use an address."""
+        return self._launcher.store_file if isinstance(self._launcher, ForkLauncher) else ""
 
     @property
     def failed_after_another(self) -> bool:

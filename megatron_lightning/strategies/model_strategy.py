@@ -200,6 +200,14 @@ class ModelStrategy(MeshStrategy):
         assert self._update is not None, "there are gradients only while fitting"
         return self._update.grad_norm()
 
+    @property
+    def window_weight(self) -> Tensor:
+        """Weight of the accumulation window so far over all ranks, a 0-dim tensor: its tokens, or
+        its batches where the steps report none.
+        """
+        assert self._window is not None, "there is a window only once the model is set up"
+        return self._window.weight
+
     # ------------------------------------------------------------------ data
 
     @override
@@ -341,14 +349,10 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
-        self.end_run()
+        self.give_up_if_alone()
         if self._update is not None:
             self._update.close(wait=not (self.fails_alone or self.failed_after_another))
         if self._parallel is not None:
             self._parallel.release_buckets()
         adjust.revert_layer_sync(self)
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        super().teardown()

@@ -4,6 +4,7 @@ is reported.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
 from megatron_lightning.parallel.context import check_context_parallel
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems
@@ -270,21 +272,44 @@ def claim(module: LightningModule, strategy: MeshStrategy) -> None:
 
 
 def init_process_group(strategy: MeshStrategy, timeout: timedelta) -> None:
-    """Join the default process group over the cluster environment's address."""
+    """Join the default process group, over the cluster environment's address or, in a forked rank,
+    a file.
+    """
     environment = strategy.cluster_environment
     assert environment is not None
     backend = strategy.config.runtime.backend
     if backend is None:
         backend = "nccl" if strategy.root_device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": strategy.root_device} if backend == "nccl" else {}
+    if strategy.store_file:
+        options["store"] = dist.FileStore(strategy.store_file, strategy.world_size)
+        options["store"].set_timeout(timeout)
+    else:
+        options["init_method"] = f"tcp://{environment.main_address}:{environment.main_port}"
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{environment.main_address}:{environment.main_port}",
         rank=strategy.global_rank,
         world_size=strategy.world_size,
         timeout=timeout,
         **options,
     )
+    atexit.register(end_process_group)
+
+
+def end_process_group() -> None:
+    """Leave the process group in order, when Python ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort_groups(mesh: ParallelMesh) -> None:
+    """Give up everything that runs in the groups of NCCL; they are of no use afterwards."""
+    atexit.unregister(end_process_group)
+    if mesh.device.type != "cuda":
+        return
+    groups = {id(axis.group): axis.group for axis in mesh.axes.values() if axis.group is not None}
+    for group in groups.values():
+        group._get_backend(mesh.device).abort()
 
 
 def is_interactive() -> bool:

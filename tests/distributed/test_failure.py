@@ -78,6 +78,12 @@ def test_survivors_that_wait_for_something_else(tmp_path: Path) -> None:
     assert_job_failed(outcome, 1, "ValueError: boom while others wait")
 
 
+def test_survivors_that_cannot_free_their_memory(tmp_path: Path) -> None:
+    arguments = ["--mode", "stuck_teardown", "--rank", "1"]
+    (outcome,) = run_ranks_fresh(from_outside, 1, 2, arguments, str(tmp_path), timeout=100)
+    assert_job_failed(outcome, 1, FAILURES["callback"])
+
+
 def test_all_ranks_fail_alike(tmp_path: Path) -> None:
     """One traceback, and the checkpoint on exceptions is saved by all of them."""
     arguments = ["--mode", "fail_all", "--save"]

@@ -187,17 +187,6 @@ def test_number_of_predict_dataloaders() -> None:
     assert _compat.num_predict_dataloaders(trainer) == 2
 
 
-def test_the_default_environment_forgets_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-
-    class Strategy:
-        cluster_environment = LightningEnvironment()
-
-    first = _compat.fresh_main_port(Strategy())  # type: ignore[arg-type]
-    assert first > 0
-    assert Strategy.cluster_environment._main_port == -1
-
-
 def test_world_ranks_of_the_default_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
 
