@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
@@ -306,6 +307,20 @@ def _facts_or_error(layout: str, scenarios: tuple[Scenario, ...]) -> Any:
             return run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, scenarios, folder)
         except RankError as error:
             return error
+
+
+Groups = Sequence[tuple[Sequence[str], Sequence[Scenario]]]
+"""Layouts, and the scenarios that run in each of them, one after another in the same ranks."""
+
+
+def cases_of(groups: Groups) -> list[Any]:
+    """Parameters (scenario, layout, group) of a test over groups."""
+    return [
+        pytest.param(scenario, layout, tuple(group), id=f"{scenario.__name__}-{layout}")
+        for layouts, group in groups
+        for scenario in group
+        for layout in layouts
+    ]
 
 
 def assert_same(scenario: Scenario, layout: str, scenarios: Sequence[Scenario]) -> None:

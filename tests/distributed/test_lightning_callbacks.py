@@ -35,7 +35,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from tests.harness import RankError, run_ranks_fresh
-from tests.lightning_cases import LAYOUTS, Case, Net, Rows, assert_same, numbers, run_all
+from tests.lightning_cases import LAYOUTS, Case, Net, Rows, assert_same, cases_of, numbers, run_all
 
 # ---------------------------------------------------------------------- saving and stopping
 
@@ -78,7 +78,7 @@ def best_and_last(case: Case) -> dict[str, Any]:
         "best": saver.best_model_path.rpartition("/")[2],
         "score": saver.best_model_score,
         "kept": {path.rpartition("/")[2]: v for path, v in saver.best_k_models.items()},
-        "files": files(case),
+        "rank0": {"files": files(case)},
     }
 
 
@@ -104,7 +104,7 @@ def when_to_save(case: Case) -> dict[str, Any]:
         ),
     ]
     case.fit(*savers, max_epochs=2, enable_checkpointing=True)
-    return {"files": files(case)}
+    return {"rank0": {"files": files(case)}}
 
 
 def resume(case: Case) -> dict[str, Any]:
@@ -358,25 +358,17 @@ WITHOUT_PIPELINE = [finetuning, backbone_finetuning]
 REPLICATED = [averages, averages_saved, swa, pruning, throughput]
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
-@pytest.mark.parametrize("scenario", GENERAL, ids=lambda scenario: scenario.__name__)
-def test_same_meaning(scenario: Any, layout: str) -> None:
-    assert_same(scenario, layout, GENERAL)
+GROUPS = [
+    (("dp", "tp", "pp"), GENERAL),
+    (("tp_pp",), [best_and_last]),
+    (("dp", "tp"), WITHOUT_PIPELINE),
+    (("dp",), REPLICATED),
+]
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp"])
-@pytest.mark.parametrize("scenario", WITHOUT_PIPELINE, ids=lambda scenario: scenario.__name__)
-def test_same_meaning_without_pipeline(scenario: Any, layout: str) -> None:
-    assert_same(scenario, layout, WITHOUT_PIPELINE)
-
-
-@pytest.mark.parametrize("scenario", REPLICATED, ids=lambda scenario: scenario.__name__)
-def test_same_meaning_replicated(scenario: Any) -> None:
-    assert_same(scenario, "dp", REPLICATED)
-
-
-def test_best_and_last_with_stages_and_tensor_ranks() -> None:
-    assert_same(best_and_last, "tp_pp", [best_and_last])
+@pytest.mark.parametrize(("scenario", "layout", "group"), cases_of(GROUPS))
+def test_same_meaning(scenario: Any, layout: str, group: Any) -> None:
+    assert_same(scenario, layout, group)
 
 
 @pytest.mark.parametrize("layout", ["one", "dp", "tp", "pp"])

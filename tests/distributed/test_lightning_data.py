@@ -20,6 +20,7 @@ from tests.lightning_cases import (
     Net,
     Probe,
     assert_same,
+    cases_of,
     make_data,
     numbers,
     run_all,
@@ -194,10 +195,12 @@ def stream(case: Case) -> dict[str, Any]:
 SCENARIOS = [data_module, reload, mappings, several_loaders, stream]
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_same_meaning(scenario: Any, layout: str) -> None:
-    assert_same(scenario, layout, SCENARIOS)
+GROUPS = [(("dp", "tp", "pp"), SCENARIOS)]
+
+
+@pytest.mark.parametrize(("scenario", "layout", "group"), cases_of(GROUPS))
+def test_same_meaning(scenario: Any, layout: str, group: Any) -> None:
+    assert_same(scenario, layout, group)
 
 
 # ---------------------------------------------------------------------- who reads what (C55)

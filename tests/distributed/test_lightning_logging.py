@@ -16,6 +16,7 @@ from tests.lightning_cases import (
     Probe,
     Rows,
     assert_same,
+    cases_of,
     numbers,
 )
 
@@ -113,6 +114,25 @@ class Measured(Net):
         self.seen.reset()
 
 
+def defaults(case: Case) -> dict[str, Any]:
+    """The default logger and checkpoint, under `default_root_dir`; hyper-parameters on and off."""
+    root = case.folder / case.layout
+    trainer = case.trainer(logger=True, enable_checkpointing=True, default_root_dir=str(root))
+    trainer.fit(Net(), case.train_loader(2))
+    found = sorted(
+        path.relative_to(root).as_posix().replace(path.name, path.suffix or path.name)
+        for path in root.glob("*/*/*")
+    )
+    hyper_parameters = []
+    for on in (True, False):
+        rows, module = Rows(), Net()
+        module.save_hyperparameters({"width": 8})
+        trainer = case.trainer(logger=rows, enable_autolog_hparams=on)
+        trainer.fit(module, case.train_loader(1))
+        hyper_parameters.append(rows.hyper_parameters)
+    return {"rank0": {"found": found, "hyper_parameters": hyper_parameters}}
+
+
 def accumulated(case: Case) -> dict[str, Any]:
     """One row for each optimizer step, its value the mean of the whole window (C10)."""
     path = case.folder / case.layout
@@ -137,19 +157,16 @@ def metric_objects(case: Case) -> dict[str, Any]:
     return {"metrics": case.fit(module=Measured())["metrics"]}
 
 
-SCENARIOS = [log_options, csv_logger, accumulated]
+SCENARIOS = [log_options, csv_logger, accumulated, defaults]
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_same_meaning(scenario: Any, layout: str) -> None:
-    assert_same(scenario, layout, SCENARIOS)
+GROUPS = [
+    (("dp", "tp", "pp"), SCENARIOS),
+    (("dp", "tp"), [metric_objects]),
+    (("pp_dp",), [accumulated]),
+]
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp"])
-def test_metric_objects(layout: str) -> None:
-    assert_same(metric_objects, layout, [metric_objects])
-
-
-def test_one_row_for_each_step_with_replicas_and_stages() -> None:
-    assert_same(accumulated, "pp_dp", [accumulated])
+@pytest.mark.parametrize(("scenario", "layout", "group"), cases_of(GROUPS))
+def test_same_meaning(scenario: Any, layout: str, group: Any) -> None:
+    assert_same(scenario, layout, group)

@@ -207,3 +207,10 @@ def test_other_accelerators_are_refused(layout: str, tmp_path: Path) -> None:
     trainer._model_registry = "name"
     with pytest.raises(ConfigurationError, match="(?s)accelerator=OtherDevice.*model_registry="):
         trainer.fit(Net(), case.loader())
+
+
+def test_ranks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    """Before any process starts, with the numbers (C55)."""
+    case = Case("tp", 0, 2, tmp_path)
+    with pytest.raises(ConfigurationError, match="3.*tensor_parallel_size.*2"):
+        case.trainer(devices=3)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau
 
 from tests.harness import RankError, run_ranks_fresh
-from tests.lightning_cases import LAYOUTS, Case, Net, assert_same, facts_of, run_all
+from tests.lightning_cases import LAYOUTS, Case, Net, assert_same, cases_of, facts_of, run_all
 
 # ---------------------------------------------------------------------- gradients and steps
 
@@ -316,10 +316,12 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_same_meaning(scenario: Any, layout: str) -> None:
-    assert_same(scenario, layout, SCENARIOS)
+GROUPS = [(("dp", "tp", "pp"), SCENARIOS)]
+
+
+@pytest.mark.parametrize(("scenario", "layout", "group"), cases_of(GROUPS))
+def test_same_meaning(scenario: Any, layout: str, group: Any) -> None:
+    assert_same(scenario, layout, group)
 
 
 @pytest.mark.parametrize(
