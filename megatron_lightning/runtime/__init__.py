@@ -1,1 +1,1 @@
-"""runtime."""
+"""What turns a LightningModule into this rank's part of it, and runs its steps."""
