@@ -169,10 +169,10 @@ def read_config(path: str) -> dict[str, Any]:
     content = yaml.safe_load(file.read_text())
     if not isinstance(content, Mapping):
         raise UserError(f"--config {path}: not a mapping of trainer, model and data")
-    trainer, data = content.get("trainer") or {}, _arguments(content.get("data"))
+    trainer, data = content.get("trainer") or {}, arguments_of(content.get("data"))
     found: dict[str, Any] = {"model_name": file.stem}
     found |= _model(content.get("model") or {}, path)
-    strategy = _strategy(trainer.get("strategy"), path)
+    strategy = layout_of_section(trainer.get("strategy"), path)
     found["parallel"] = strategy
     found["micro_batch_size"] = strategy.micro_batch_size or data.get("micro_batch_size")
     found |= {name: data.get(name) for name in ("seq_length", "global_batch_size")}
@@ -186,7 +186,7 @@ def read_config(path: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _arguments(section: Any) -> dict[str, Any]:
+def arguments_of(section: Any) -> dict[str, Any]:
     """`init_args` of a class_path entry, or the section itself."""
     if not isinstance(section, Mapping):
         return {}
@@ -197,7 +197,7 @@ def _model(section: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = str(section.get("class_path", "GPTModel")).rpartition(".")[2]
     if kind != "GPTModel":
         raise UserError(f"--config {path}: model.class_path={kind}: plan knows GPTModel only")
-    arguments = _arguments(section)
+    arguments = arguments_of(section)
     found: dict[str, Any] = {}
     if isinstance(arguments.get("config"), Mapping):
         found["model"] = build_config(GPTConfig, arguments["config"], f"{path}: model.config")
@@ -210,13 +210,14 @@ def _model(section: Mapping[str, Any], path: str) -> dict[str, Any]:
     return found
 
 
-def _strategy(section: Any, path: str) -> ParallelConfig:
+def layout_of_section(section: Any, path: str) -> ParallelConfig:
+    """The layout that `trainer.strategy` of a config file describes."""
     if isinstance(section, str) or section is None:
         return ParallelConfig()
     kind = str(section.get("class_path", "MegatronStrategy")).rpartition(".")[2]
     if kind != "MegatronStrategy":
         raise UserError(f"--config {path}: trainer.strategy={kind}: plan knows MegatronStrategy")
-    arguments = _arguments(section)
+    arguments = arguments_of(section)
     values = {k: v for k, v in arguments.items() if k not in ("plan", "batch_dims") and v != {}}
     values = {name: value for name, value in values.items() if value is not None}
     return build_config(ParallelConfig, values, f"{path}: trainer.strategy")
