@@ -1,4 +1,4 @@
-"""What `verify` found: signals out of tolerance with layer and ranks, and the worst of each kind."""
+"""What `verify` found: signals out of tolerance, with layer and ranks, and the worst of each."""
 
 from __future__ import annotations
 

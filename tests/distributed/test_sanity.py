@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.callbacks import SanityChecks, SanityError
+from megatron_lightning.config import DataParallelConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.models.gpt import GPTModel
 from tests.harness import run_ranks_fresh
@@ -181,6 +182,9 @@ def test_the_odd_rank_among_four_is_named() -> None:
     [
         (1, {}),
         (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+        (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
+        (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
+        (2, dict(context_parallel_size=2)),
         pytest.param(
             8,
             dict(
