@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -70,7 +71,9 @@ def apply_layer_sync(strategy: ModelStrategy, module: LightningModule) -> None:
 def revert_layer_sync(strategy: ModelStrategy) -> None:
     """Put ordinary batch norms back, as DDP does at the end of a fit."""
     module = strategy.lightning_module
-    if strategy._layer_sync is not None and strategy.world_size > 1 and module is not None:
+    if strategy._layer_sync is None or strategy.world_size == 1 or module is None:
+        return
+    if module._trainer is not None and module._trainer.state.fn == TrainerFn.FITTING:
         strategy._layer_sync.revert(module)
 
 

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -21,10 +22,12 @@ from tests.lightning_cases import (
     Scenario,
     assert_same,
     cases_of,
+    facts_of,
     make_network,
     numbers,
     run_all,
 )
+from tests.lightning_rows import HOOKS
 
 CALLBACK_HOOKS = [
     name
@@ -67,8 +70,13 @@ def recording(base: type, hooks: list[str], prefix: str) -> type:
     return type(f"Recording{base.__name__}", (base,), {name: wrap(name) for name in hooks})
 
 
+class Stateful(L.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 1}
+
+
 RecordingNet = recording(Net, MODULE_HOOKS, "module.")
-RecordingCallback = recording(L.Callback, CALLBACK_HOOKS, "")
+RecordingCallback = recording(Stateful, CALLBACK_HOOKS, "")
 
 
 def hook_order(case: Case) -> dict[str, Any]:
@@ -260,7 +268,31 @@ def compiled_network(case: Case) -> dict[str, Any]:
     return facts
 
 
-REPLICATED = [manual_optimization, compiled_network]
+class NotedSync(LayerSync):
+    """Notes when Lightning's strategies for several devices would exchange layers, and back."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def apply(self, model: Any) -> Any:
+        self.seen.append("apply")
+        return model
+
+    def revert(self, model: Any) -> Any:
+        self.seen.append("revert")
+        return model
+
+
+def layer_sync(case: Case) -> dict[str, Any]:
+    sync, module = NotedSync(), Net()
+    trainer = case.trainer(plugins=sync)
+    trainer.fit(module, case.train_loader())
+    trainer.test(module, case.loader(1))
+    assert sync.seen == ([] if case.alone else ["apply", "revert"])
+    return {"weights": case.weights(trainer)}
+
+
+REPLICATED = [manual_optimization, compiled_network, layer_sync]
 
 
 GROUPS = [(("dp", "tp", "pp"), SCENARIOS), (("dp",), REPLICATED)]
@@ -368,15 +400,23 @@ def kept_gradients(case: Case) -> dict[str, Any]:
     return case.fit(module=Module())
 
 
+def storage_options(case: Case) -> dict[str, Any]:
+    trainer = case.trainer()
+    trainer.fit(Net(), case.train_loader(1))
+    trainer.save_checkpoint(case.folder / "a.ckpt", storage_options={"secret": 1})
+    return {}
+
+
 WHILE_RUNNING: dict[str, tuple[tuple[str, ...], str, Scenario]] = {
     "lbfgs": (("dp", "tp", "pp"), "LBFGS evaluates the closure several times", second_order),
     "closure_twice": (("dp",), "Twice evaluates the closure several times", evaluated_twice),
     "metric_in_step": (("pp",), "a torchmetrics object", metric_in_step),
-    "sync_dist_group": (("dp",), "sync_dist_group=", group_in_log),
-    "enable_graph": (("dp",), "enable_graph=True", graph_in_log),
+    "sync_dist_group_refused": (("dp", "tp", "pp"), "sync_dist_group=", group_in_log),
+    "enable_graph": (("dp", "tp", "pp"), "enable_graph=True", graph_in_log),
     "reduce_fx": (("dp",), "reduce_fx=<built-in method median", other_reduction),
     "gather_in_step": (("pp",), "all_gather .*pipeline_parallel_size", gather_in_step),
     "changed_when_loaded": (("dp",), "on_load_checkpoint: the state dict", changed_when_loaded),
+    "storage_options": (("dp", "tp", "pp"), "storage_options=", storage_options),
     "kept_gradients": (("dp",), "optimizer_zero_grad", kept_gradients),
 }
 
@@ -389,3 +429,11 @@ def test_refused_while_running(name: str, layout: str, tmp_path: Path) -> None:
     _, message, scenario = WHILE_RUNNING[name]
     with pytest.raises(RankError, match=f"(?s){message}"):
         run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [scenario], str(tmp_path), timeout=60)
+
+
+def test_every_hook_of_the_table_was_called() -> None:
+    """What `docs/lightning.md` says of the order of hooks stands on hooks that were there."""
+    facts = facts_of("one", tuple(SCENARIOS))[0]["hook_order"]
+    called = {each.removeprefix("module.") for each in facts["events"] + facts["resumed"]}
+    listed = {name for row in HOOKS if "hook_order" in row.evidence.split() for name in row.names}
+    assert listed - called == set()

@@ -58,6 +58,12 @@ class WithMetric(Net):
         self.accuracy = MeanMetric()
 
 
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = torch.compile(self.network, backend="eager")  # type: ignore[assignment]
+
+
 class OwnSync(LayerSync):
     def apply(self, model: Any) -> Any:
         return model
@@ -94,7 +100,7 @@ def with_module(make: Callable[[], L.LightningModule], **flags: Any) -> Make:
 BEFORE_START: dict[str, tuple[tuple[str, ...], str, Make]] = {
     "weight_averaging": (("tp", "pp"), "callback WeightAveraging", with_callback(WeightAveraging)),
     "ema": (("tp", "pp"), "callback EMAWeightAveraging", with_callback(EMAWeightAveraging)),
-    "swa": (
+    "swa_refused": (
         ("tp", "pp"),
         "callback StochasticWeightAveraging",
         with_callback(lambda: StochasticWeightAveraging(swa_lrs=0.1)),
@@ -104,12 +110,12 @@ BEFORE_START: dict[str, tuple[tuple[str, ...], str, Make]] = {
         "callback EMAWeightAveraging.*GPTModel",
         lambda case: (case.trainer(EMAWeightAveraging()), GPTModel(tiny_config())),
     ),
-    "pruning": (
+    "pruning_refused": (
         ("tp", "pp"),
         "callback ModelPruning",
         with_callback(lambda: ModelPruning("l1_unstructured", amount=0.5)),
     ),
-    "finetuning": (
+    "finetuning_refused": (
         ("pp",),
         "callback BackboneFinetuning.*pipeline_parallel_size=2",
         with_callback(BackboneFinetuning),
@@ -124,7 +130,7 @@ BEFORE_START: dict[str, tuple[tuple[str, ...], str, Make]] = {
         "callback BatchSizeFinder .Tuner.scale_batch_size",
         with_callback(BatchSizeFinder),
     ),
-    "throughput": (("tp", "pp"), "callback ThroughputMonitor", with_callback(monitor)),
+    "throughput_refused": (("tp", "pp"), "callback ThroughputMonitor", with_callback(monitor)),
     "example_input": (
         ("pp",),
         "example_input_array with ModelSummary",
@@ -141,7 +147,16 @@ BEFORE_START: dict[str, tuple[tuple[str, ...], str, Make]] = {
         r"plugins=\[OwnSync",
         lambda case: (case.trainer(plugins=OwnSync()), Net()),
     ),
-    "manual_optimization": (("tp", "pp"), "automatic_optimization=False", with_module(Manual)),
+    "manual_optimization_refused": (
+        ("tp", "pp"),
+        "automatic_optimization=False",
+        with_module(Manual),
+    ),
+    "compiled_in_plan": (
+        ("tp", "pp"),
+        "no row matches parameter '_orig_mod.0.weight'",
+        with_module(Compiled),
+    ),
     "backward_hook": (("dp", "tp", "pp"), "Backward.backward", with_module(Backward)),
     "metric_in_pipeline": (
         ("pp",),

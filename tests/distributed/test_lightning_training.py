@@ -77,6 +77,21 @@ def step_hooks(case: Case) -> dict[str, Any]:
     return {**case.fit(module=module), "had": module.had}
 
 
+class Frozen(Net):
+    """The first layer keeps its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def frozen(case: Case) -> dict[str, Any]:
+    return case.fit(module=Frozen(), gradient_clip_val=0.5)
+
+
 # ---------------------------------------------------------------------- learning rates
 
 
@@ -300,6 +315,7 @@ SCENARIOS = [
     accumulate,
     accumulation_scheduler,
     step_hooks,
+    frozen,
     plateau,
     several_schedulers,
     one_cycle,
