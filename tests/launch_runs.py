@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from megatron_lightning.strategies import guard
 from tests import launch_script
 from tests.harness import free_port
 
@@ -92,6 +93,7 @@ def _rank(rank: int, world_size: int, port: int, arguments: Sequence[str], folde
     variables = (rank, rank, world_size, world_size, 0, port, "127.0.0.1")
     os.environ.update(zip(LAUNCHER_VARIABLES, map(str, variables), strict=True))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    guard.ALIKE_SECONDS = 1.0
     run_as_script([*arguments, "--folder", folder], Path(folder) / f"output-{rank}")
 
 
@@ -118,6 +120,7 @@ def run_as_script(arguments: Sequence[str], output: Path) -> None:
 def run_forked(arguments: Sequence[str], folder: str) -> Outcome:
     """Run the script in this process with the fork launcher."""
     forget_launcher()
+    guard.ALIKE_SECONDS = 1.0
     stream = io.StringIO()
     status = 0
     with contextlib.redirect_stderr(stream), contextlib.redirect_stdout(stream):

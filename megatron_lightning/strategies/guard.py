@@ -8,12 +8,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from megatron_lightning.strategies import _compat, failure
-from megatron_lightning.strategies.lifeline import GRACE_SECONDS, Lifeline, Report, describe_peer
+from megatron_lightning.strategies.lifeline import Lifeline, Report, describe_peer
 from megatron_lightning.strategies.signals import SignalFlags, set_exit_status
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
+ALIKE_SECONDS = 2.5
+"""How long a rank waits for all others to report the same failure, where it matters."""
 _NEWS_SECONDS = 0.5
 _BROKEN_NEWS_SECONDS = 3.0
 
@@ -48,13 +50,14 @@ class RunGuard(Callback):
         self._signals = SignalFlags(trainer, self._rank, strategy.mesh.control_group)
         self._signals.connect()
         _compat.skip_sigterm_broadcast(trainer)
-        trainer.callbacks.insert(0, self)
+        _compat.callbacks_of(trainer).insert(0, self)
 
     def close(self) -> None:
         """End the watch; the other ranks may still be at work."""
         self._signals.close()
-        if self in self._trainer.callbacks:
-            self._trainer.callbacks.remove(self)
+        callbacks = _compat.callbacks_of(self._trainer)
+        if self in callbacks:
+            callbacks.remove(self)
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
@@ -107,7 +110,7 @@ class RunGuard(Callback):
         if self._signals.agreed or self._lifeline is None:
             return True
         if self._alike is None:
-            self._alike = self._lifeline.all_alike(GRACE_SECONDS / 2)
+            self._alike = self._lifeline.all_alike(ALIKE_SECONDS)
         return self._alike
 
     @property
