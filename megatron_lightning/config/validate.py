@@ -175,7 +175,8 @@ def check_batch_sizes(
     config: ParallelConfig, world_size: int, micro_batch_size: int, global_batch_size: int
 ) -> list[str]:
     """Violations of global_batch_size = micro_batch_size x data_parallel_size x a whole number of
-    micro-batches."""
+    micro-batches.
+    """
     if world_size % config.model_parallel_size:
         return []
     data_parallel_size = world_size // config.model_parallel_size

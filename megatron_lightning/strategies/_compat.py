@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
@@ -36,6 +36,16 @@ def set_world_ranks(strategy: MeshStrategy) -> None:
         )
         environment.set_world_size(strategy.num_nodes * strategy.num_processes)
     rank_zero_only.rank = strategy.global_rank
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's own list of callbacks: its connector sets it, nothing declares it."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Exchange that list."""
+    trainer.callbacks = callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def optimizers_to_device(optimizers: Sequence[Optimizer], device: torch.device) -> None:

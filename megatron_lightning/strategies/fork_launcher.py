@@ -41,7 +41,7 @@ from megatron_lightning.strategies.failure import (
 from megatron_lightning.strategies.handover import Handover, picklable
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
+    from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 _START_GRACE_SECONDS = 1.0
 _RUN_GRACE_SECONDS = 35.0
@@ -63,7 +63,7 @@ class _Failure:
 class _Rank:
     number: int
     process: ForkProcess
-    connection: Connection
+    connection: Any
     joined: bool = False
     result: bytes | None = None
     failed: bool = False
@@ -73,7 +73,7 @@ class _Rank:
 class ForkLauncher(_Launcher):
     """Forks all ranks for each call of the Trainer and puts their results into this process."""
 
-    def __init__(self, strategy: MeshStrategy) -> None:
+    def __init__(self, strategy: ModelStrategy) -> None:
         self._strategy = strategy
         self._ranks: list[_Rank] = []
         self._child: Connection | None = None
@@ -148,7 +148,8 @@ class ForkLauncher(_Launcher):
         and were not to run again here.
         """
         if self._callbacks is not None:
-            self._trainer.callbacks, self._callbacks = self._callbacks, None
+            _compat.set_callbacks(self._trainer, self._callbacks)
+            self._callbacks = None
 
     # ------------------------------------------------------------------ this process
 
@@ -159,7 +160,7 @@ class ForkLauncher(_Launcher):
         for number in range(self._strategy.num_processes):
             ours, theirs = context.Pipe()
 
-            def main(number: int = number, theirs: Connection = theirs) -> None:
+            def main(number: int = number, theirs: Any = theirs) -> None:
                 self._child = theirs
                 _become_rank(number, parent)
                 self._run(number, function)
@@ -225,17 +226,19 @@ class ForkLauncher(_Launcher):
 
     def _raise_failure(self) -> None:
         """Raise what the first rank that failed raised, its traceback as the cause."""
-        self._callbacks, self._trainer.callbacks = self._trainer.callbacks, []
+        self._callbacks = _compat.callbacks_of(self._trainer)
+        _compat.set_callbacks(self._trainer, [])
         if self._stopping == signal.SIGTERM:
             raise SIGTERMException(SIGTERM_STATUS)
         first = next((f for f in self._failures if not f.secondary), self._failures[0])
         if first.interrupted or self._stopping == signal.SIGINT:
             raise KeyboardInterrupt
-        exits = isinstance(first.exception, SystemExit)
-        if exits and first.exception.code:
+        exception = first.exception
+        exits = isinstance(exception, SystemExit)
+        if isinstance(exception, SystemExit) and exception.code:
             say(first.text)
-        if not first.text or exits or is_quiet(first.exception):
-            raise first.exception
+        if not first.text or exits or is_quiet(exception):
+            raise exception
         raise first.exception from RankFailure(first.rank, f"\n{first.text}")
 
     @contextmanager
@@ -325,7 +328,7 @@ def _become_rank(number: int, parent: int) -> None:
     if not isinstance(sys.stdout, type(sys.__stdout__)):  # a notebook's, which needs its threads
         sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-        vars(builtins).pop("get_ipython", None)  # progress bars would draw widgets in vain
+        builtins.__dict__.pop("get_ipython", None)  # progress bars would draw widgets in vain
     os.environ["LOCAL_RANK"] = str(number)
     # GNU OpenMP hangs in a fork once the process has used its threads before.
     torch.set_num_threads(1)

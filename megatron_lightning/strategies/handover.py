@@ -52,7 +52,7 @@ class Handover:
             if vars(logger).pop(_VERSION_OF_RANKS, False):
                 vars(logger)["_version"] = None  # each run logs into a version of its own
         known: list[Any] = [trainer, trainer.strategy, self._module, data]
-        known += [*trainer.callbacks, *trainer.loggers]
+        known += [*_compat.callbacks_of(trainer), *trainer.loggers]
         self._known = {id(thing): thing for thing in known if thing is not None}
 
     # ------------------------------------------------------------------ in a rank
@@ -86,7 +86,7 @@ class Handover:
     def _pack_callbacks(self) -> dict[int, dict[str, bytes]]:
         """Attributes of callbacks, each for itself; what can't be pickled stays behind."""
         packed: dict[int, dict[str, bytes]] = {}
-        for callback in self._trainer.callbacks:
+        for callback in _compat.callbacks_of(self._trainer):
             if id(callback) not in self._known or isinstance(callback, ProgressBar):
                 continue
             packed[id(callback)] = {}
@@ -214,7 +214,8 @@ def _attach_weights(module: LightningModule, path: Path) -> None:
         type(module).configure_model(module)
         if not any(parameter.is_meta for parameter in module.parameters()):
             forget_pending(module)
-            module.load_weights(path)
+            load: Any = module.load_weights
+            load(path)
 
     vars(module)["configure_model"] = configure_model
 

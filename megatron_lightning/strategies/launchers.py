@@ -22,13 +22,13 @@ from megatron_lightning.strategies.fork_launcher import ForkLauncher
 from megatron_lightning.strategies.lifeline import leave_at_once
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
+    from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 _POLL_SECONDS = 0.2
 _EXIT_SECONDS = 60.0
 
 
-def choose_launcher(strategy: MeshStrategy) -> _Launcher:
+def choose_launcher(strategy: ModelStrategy) -> _Launcher:
     """The launcher for this process."""
     environment = strategy.cluster_environment
     assert environment is not None
@@ -52,7 +52,7 @@ def choose_launcher(strategy: MeshStrategy) -> _Launcher:
 class NoLauncher(_Launcher):
     """This process is the only rank, or was started as one from outside."""
 
-    def __init__(self, strategy: MeshStrategy) -> None:
+    def __init__(self, strategy: ModelStrategy) -> None:
         self._strategy = strategy
 
     @property
@@ -76,7 +76,7 @@ class NoLauncher(_Launcher):
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script once more for every further rank of this node."""
 
-    def __init__(self, strategy: MeshStrategy) -> None:
+    def __init__(self, strategy: ModelStrategy) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy

@@ -16,12 +16,12 @@ from typing_extensions import override
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
-from megatron_lightning.config.validate import check_layout, check_world, raise_if_any
+from megatron_lightning.config.validate import check_layout, raise_if_any
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.strategies import _compat, failure, startup
 from megatron_lightning.strategies.fork_launcher import ForkLauncher
 from megatron_lightning.strategies.guard import RunGuard
-from megatron_lightning.strategies.launchers import ScriptLauncher, choose_launcher
+from megatron_lightning.strategies.launchers import ScriptLauncher
 
 
 class MeshStrategy(ParallelStrategy):
@@ -93,13 +93,6 @@ class MeshStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is (Lightning's connector calls it)."""
         _compat.set_world_ranks(self)
-
-    @override
-    def _configure_launcher(self) -> None:
-        startup.raise_on_first_rank(
-            check_world(self.config, self.num_processes * self.num_nodes), self.global_rank
-        )
-        self._launcher = choose_launcher(self)
 
     @override
     def setup_environment(self) -> None:

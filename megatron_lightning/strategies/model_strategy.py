@@ -18,7 +18,7 @@ from megatron_lightning.config.parallel import (
     ParallelConfig,
 )
 from megatron_lightning.config.plan import ParallelPlan
-from megatron_lightning.config.validate import raise_if_any
+from megatron_lightning.config.validate import check_world, raise_if_any
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
 from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
@@ -31,6 +31,7 @@ from megatron_lightning.runtime.update import ParameterUpdate
 from megatron_lightning.runtime.window import AccumulationWindow
 from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders, startup
 from megatron_lightning.strategies.handover import load_pending
+from megatron_lightning.strategies.launchers import choose_launcher
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.readers import may_defer_gather
 from megatron_lightning.strategies.trainer_checks import (
@@ -67,6 +68,13 @@ class ModelStrategy(MeshStrategy):
         self._runner: StepRunner | None = None
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        startup.raise_on_first_rank(
+            check_world(self.config, self.num_processes * self.num_nodes), self.global_rank
+        )
+        self._launcher = choose_launcher(self)
 
     # ------------------------------------------------------------------ the model
 
