@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.config import RecomputeConfig
+from megatron_lightning.config import (
+    ContextConfig,
+    DataParallelConfig,
+    PipelineConfig,
+    RecomputeConfig,
+)
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import RankError, run_ranks_fresh
@@ -39,12 +44,38 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         ),
     ),
 }
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, dict(context_parallel_size=2)),
+    "cp2_all_to_all": (
+        2,
+        dict(context_parallel_size=2, context=ContextConfig(form="all_to_all")),
+    ),
+    "zb_h1": (
+        2,
+        dict(
+            pipeline_parallel_size=2,
+            micro_batch_size=2,
+            pipeline=PipelineConfig(schedule="zb-h1"),
+        ),
+    ),
+    "zb_v": (
+        2,
+        dict(
+            pipeline_parallel_size=2,
+            micro_batch_size=2,
+            pipeline=PipelineConfig(schedule="zb-v", virtual_pipeline_size=2),
+        ),
+    ),
+    "zero1": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
+    "fsdp": (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
+}
 
 
 def run_of(layout: str, form: RecomputeConfig | None) -> Run:
-    options = LAYOUTS[layout][1]
+    options = (LAYOUTS | OTHERS)[layout][1]
+    in_attention = 0.0 if "context_parallel_size" in options else 0.1  # a ring can't drop there
     return Run(
-        config=tiny_config(hidden_dropout=0.1, attention_dropout=0.1),
+        config=tiny_config(hidden_dropout=0.1, attention_dropout=in_attention),
         layout=options if form is None else options | {"recompute": form},
         steps=3,
         keep_gradients=(0, 2),
@@ -53,7 +84,7 @@ def run_of(layout: str, form: RecomputeConfig | None) -> Run:
 
 @functools.cache
 def plain(layout: str) -> list[dict[str, Any]]:
-    return run_ranks_fresh(train, LAYOUTS[layout][0], run_of(layout, None))
+    return run_ranks_fresh(train, (LAYOUTS | OTHERS)[layout][0], run_of(layout, None))
 
 
 def assert_bitwise(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
@@ -64,8 +95,16 @@ def assert_bitwise(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> Non
         pairs += [(mine["gradients"][step], other["gradients"][step]) for step in (0, 2)]
         for tensors, expected in pairs:
             assert tensors.keys() == expected.keys()
-            for name, (*_, value) in expected.items():
-                assert torch.equal(tensors[name][-1], value), name
+            for name, held in expected.items():
+                for (*_, got), (*_, want) in zip(
+                    boxes_of(tensors[name]), boxes_of(held), strict=True
+                ):
+                    assert torch.equal(got, want), name
+
+
+def boxes_of(held: Any) -> list[Any]:
+    """One box or several."""
+    return held if isinstance(held, list) else [held]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -85,6 +124,14 @@ def test_bitwise_in_layouts(layout: str, form: str) -> None:
 def test_bitwise_in_all_axes(form: str) -> None:
     ranks = run_ranks_fresh(train, 8, run_of("tp2_sp_pp2_dp2", FORMS[form]))
     assert_bitwise(ranks, plain("tp2_sp_pp2_dp2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full_groups_of_3", "mlp_and_norms", "full_offload"])
+@pytest.mark.parametrize("layout", OTHERS)
+def test_bitwise_with_other_dimensions(layout: str, form: str) -> None:
+    ranks = run_ranks_fresh(train, OTHERS[layout][0], run_of(layout, FORMS[form]))
+    assert_bitwise(ranks, plain(layout))
 
 
 def test_wrong_settings_are_explained_together() -> None:
