@@ -114,10 +114,8 @@ def unit_parameters(model: GPTConfig, tensor_parallel_size: int) -> UnitParamete
 def state_dtypes(request: PlanRequest) -> StateDtypes:
     """Bytes of each kind of state under the request's precision and optimizer."""
     policy = policy_for(request.precision)
-    narrow = (
-        request.parallel.data_parallel.sharding == "optimizer"
-        and request.parallel.data_parallel.moments_dtype == "bfloat16"
-    )
+    config = request.parallel.data_parallel
+    narrow = config.sharding != "none" and config.moments_dtype == "bfloat16"
     return StateDtypes(
         parameters=policy.params_dtype.itemsize,
         main_parameters=policy.main_params_dtype.itemsize,
@@ -154,9 +152,9 @@ def pipeline_rank(
         offload=config.offload_optimizer,
     )
     unsharded = 0.0
-    if config.sharding == "fsdp":  # the layer at work and the next one, whole, with gradients
-        whole = max((*(units.layers[layer] for layer in layers), units.head * head))
-        unsharded = 2 * whole * dtypes.parameters + whole * dtypes.main_gradients
+    if config.sharding == "fsdp" and shards > config.replicas:
+        ends = count - sum(units.layers[layer] for layer in layers)
+        unsharded = _gathered(request, [units.layers[layer] for layer in layers], ends, dtypes)
     if not dtypes.has_masters and dtypes.main_gradients != dtypes.parameters:
         unsharded += count * dtypes.parameters  # gradients once more in the parameters' dtype
     memory = RankMemory(
@@ -178,6 +176,18 @@ def pipeline_rank(
         memory=memory,
         traffic=traffic_of(request, layout, rank, parameters=count, dtypes=dtypes),
     )
+
+
+def _gathered(request: PlanRequest, layers: Sequence[int], ends: int, dtypes: StateDtypes) -> float:
+    """Bytes of whole parameters and gradients under FSDP2: a layer at work and the next one (all
+    layers where they stay gathered), embedding and head, and gradients before they are reduced.
+    """
+    config = request.parallel.data_parallel
+    largest = max(layers, default=0)
+    weights = 2 * largest if config.reshard_after_forward else sum(layers)
+    adds_up = request.num_microbatches > 1 and not config.reduce_each_micro_batch
+    gradients = sum(layers) + ends if adds_up else max(largest, ends)
+    return (weights + ends) * dtypes.parameters + gradients * dtypes.main_gradients
 
 
 def walk(

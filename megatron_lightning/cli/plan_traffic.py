@@ -101,5 +101,7 @@ def _data(request: PlanRequest, parameters: int, dtypes: StateDtypes) -> float:
     between = 2 * _ring(replicas) * gradients / shards
     if config.data_parallel.sharding == "optimizer":
         return _ring(shards) * (gradients + weights) + between
-    passes = 2 * request.num_microbatches
-    return _ring(shards) * (passes * weights + gradients) + between
+    options, forwards = config.data_parallel, request.num_microbatches
+    gathers = forwards * (2 if options.reshard_after_forward else 1)
+    reductions = forwards if options.reduce_each_micro_batch else 1
+    return _ring(shards) * (gathers * weights + reductions * gradients) + between

@@ -4,10 +4,10 @@
 |---|---|---|---|
 | none | all | all | all |
 | optimizer (ZeRO-1, arXiv 1910.02054) | all | all | 1 / shards |
-| fsdp (ZeRO-3) | 1 / shards | 1 / shards | 1 / shards |
+| fsdp (ZeRO-2/3) | 1 / shards, as the optimizer updates them | 1 / shards | moments, 1 / shards |
 
 With bfloat16 weights, float32 gradients, masters and two float32 moments: 18, 6 + 12 / shards, and
-18 / shards.
+16 / shards besides what is gathered.
 """
 
 from __future__ import annotations
@@ -57,13 +57,19 @@ def state_bytes(
     dtypes: StateDtypes, *, sharding: str = "none", shards: int = 1, offload: bool = False
 ) -> StateBytes:
     """Bytes a parameter with what is sharded divided by `shards` ranks (see the table above)."""
-    optimizer = dtypes.num_moments * dtypes.moments
-    optimizer += dtypes.main_parameters if dtypes.has_masters else 0
-    of_weights = shards if sharding == "fsdp" else 1
+    moments = dtypes.num_moments * dtypes.moments
+    if sharding == "fsdp" and shards > 1:  # shards are the masters
+        return StateBytes(
+            parameters=dtypes.main_parameters / shards,
+            gradients=dtypes.main_gradients / shards,
+            optimizer=moments / shards,
+            host=0.0,
+        )
+    optimizer = moments + (dtypes.main_parameters if dtypes.has_masters else 0)
     share = optimizer / (1 if sharding == "none" else shards)
     return StateBytes(
-        parameters=dtypes.parameters / of_weights,
-        gradients=dtypes.main_gradients / of_weights,
+        parameters=float(dtypes.parameters),
+        gradients=float(dtypes.main_gradients),
         optimizer=0.0 if offload else share,
         host=share if offload else 0.0,
     )

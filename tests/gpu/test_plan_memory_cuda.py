@@ -45,6 +45,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, dict(pipeline_parallel_size=2)),
     "cp2": (2, dict(context_parallel_size=2)),
     "dp2": (2, {}),
+    "dp2_fsdp": (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
     "dp2_zero1": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
 }
 

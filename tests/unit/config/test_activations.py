@@ -130,6 +130,7 @@ def test_bytes_of_model_states() -> None:
         sharded = state_bytes(low, sharding="optimizer", shards=shards)
         assert sharded.device == 6 + 12 / shards
         assert state_bytes(full, sharding="optimizer", shards=shards).device == 8 + 8 / shards
-        assert state_bytes(low, sharding="fsdp", shards=shards).device == 18 / shards
+        assert state_bytes(low, sharding="fsdp", shards=shards).device == 16 / shards
+        assert state_bytes(full, sharding="fsdp", shards=shards).device == 16 / shards
     offloaded = state_bytes(low, sharding="optimizer", shards=4, offload=True)
     assert (offloaded.device, offloaded.host) == (6, 3)
