@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ from megatron_lightning.cli.verify_run import Settings, limits_of, problems_of, 
 from megatron_lightning.cli.verify_source import Source, from_config, from_preset
 from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.models.presets import PRESETS
+from megatron_lightning.utils.env import provide
 
 EXIT_DIFFERENT = 1
 SMALLEST_LAYOUTS = ("tp2+sp", "tp4+sp", "tp8+sp", "tp8+sp+pp2", "tp8+sp+pp4")
@@ -48,7 +48,7 @@ SMALLEST_LAYOUTS = ("tp2+sp", "tp4+sp", "tp8+sp", "tp8+sp+pp2", "tp8+sp+pp4")
 def main(arguments: list[str]) -> None:
     """Run and report. Exits with 1 when a layout differs or fails, 2 after a wrong input."""
     options = _parser().parse_args(arguments)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking must not use CUDA: forks
+    provide(override=False, PYTORCH_NVML_BASED_CUDA_CHECK="1")  # looking must not use CUDA: forks
     torch.set_num_threads(1)  # nor may threads be made before ranks are forked
     with wrong_input():
         source = _source(options)

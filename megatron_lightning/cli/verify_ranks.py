@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from megatron_lightning.utils.env import provide
+
 _GRACE_SECONDS = 5.0
 
 
@@ -94,7 +96,7 @@ def _rank(
     sys.stdout = sys.stderr = log
     status = 1
     try:
-        os.environ.update(
+        provide(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
             WORLD_SIZE=str(world_size),
@@ -104,7 +106,7 @@ def _rank(
             MASTER_PORT=str(port),
         )
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            provide(override=False, GLOO_SOCKET_IFNAME="lo")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         function(rank)
         status = 0

@@ -86,3 +86,12 @@ def global_seed(environment: Mapping[str, str] | None = None) -> int | None:
     """Seed that `lightning.seed_everything` left for all processes (PL_GLOBAL_SEED), or None."""
     variables = os.environ if environment is None else environment
     return _number(variables, "PL_GLOBAL_SEED", 0) if "PL_GLOBAL_SEED" in variables else None
+
+
+def provide(*, override: bool = True, **variables: str) -> None:
+    """Set variables of this process, for libraries and for ranks that it starts; without `override`
+    only those that nobody has set.
+    """
+    for name, value in variables.items():
+        if override or name not in os.environ:
+            os.environ[name] = value
