@@ -206,7 +206,7 @@ class ParallelMesh:
             expert_tensor=expert_tensor,
         )
         made: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD}
-        lists = _axis_rank_lists(sizes, order, expert_order) | _shard_rank_lists(
+        lists = _axis_rank_lists(sizes, order, expert_order) | shard_rank_lists(
             sizes, order, expert_order, data_replicas
         )
         lists |= _context_rank_lists(sizes, order, context_inner)
@@ -276,7 +276,7 @@ def _axis_rank_lists(
     return lists
 
 
-def _shard_rank_lists(
+def shard_rank_lists(
     sizes: Mapping[str, int], order: Sequence[str], expert_order: Sequence[str], replicas: int
 ) -> dict[str, list[tuple[int, ...]]]:
     """Each data axis as replicas x shards; the ranks of a shard axis are neighbours on it."""

@@ -94,6 +94,8 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     if strategy.optimizers and groups is not None:
         _load_hyper_parameters(strategy.optimizers, groups, folder)
         _load_optimizer(strategy, folder)
+    elif strategy.update is not None:
+        _masters_from_weights(strategy, strategy.update, folder)
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
 
 
@@ -187,7 +189,7 @@ def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
         process_group=strategy.mesh.control_group,
     )
     if not update.has_masters or any(name.startswith(MASTER) for name in report.missing):
-        update.copy_from_model()
+        _masters_from_weights(strategy, update, folder)
     fresh = [name for name in report.missing if name.startswith(OPTIMIZER)]
     if fresh:
         warn_once(
@@ -200,6 +202,19 @@ def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
             name.removeprefix(prefix).partition(".")[2] for name in fresh if name.startswith(prefix)
         }
         update.discard_state(optimizer, names)
+
+
+def _masters_from_weights(strategy: ModelStrategy, update: ParameterUpdate, folder: Path) -> None:
+    """Take the weights for masters, as exactly as they are stored (float32 ones of a float32
+    run).
+    """
+    update.copy_from_model()
+    if update.has_masters:
+        tensors = {
+            MODEL + name: update.box(name, value) for name, value in update.updated().items()
+        }
+        group = strategy.mesh.control_group
+        store.load(folder, tensors, strict="none", scope=MODEL, process_group=group)
 
 
 def _hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -157,3 +157,21 @@ def test_state_passes_through_layouts_bitwise(
         for name, value in wanted.items():
             assert torch.equal(found[name], value), (stop, name)
         checkpoint = after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "tp2_dp2", "dp4_full"])
+def test_masters_begin_as_exactly_as_the_weights_were_stored(layout: str, tmp_path: Path) -> None:
+    """A float32 run goes on in bfloat16: masters are its weights, not their rounding."""
+    options: dict[str, Any] = dict(steps=STEPS, global_batch_size=12)
+    run_ranks_fresh(fit, 1, Run(**options), str(tmp_path), SAVED_AT, None)
+    wanted = stored(tmp_path / "last.ckpt")
+    world_size, changes = LAYOUTS[layout]
+    run = Run(layout=changes, trainer=dict(precision="bf16-mixed"), **options)
+    after = tmp_path / "after.ckpt"
+    run_ranks_fresh(pass_through, world_size, run, str(tmp_path / "last.ckpt"), str(after))
+    found = stored(after)
+    for name, value in wanted.items():
+        if name.startswith("model."):
+            assert torch.equal(found[name.replace("model.", "master.", 1)], value), name
+            assert torch.equal(found[name], value.bfloat16()), name

@@ -13,6 +13,7 @@ from megatron_lightning.parallel.mesh import (
     ParallelMesh,
     mesh_sizes,
     rank_lists,
+    shard_rank_lists,
 )
 
 
@@ -25,6 +26,30 @@ def test_neighbours_hold_the_last_axis() -> None:
     assert rank_lists(sizes, DENSE_ORDER, ["pp"])[:3] == [(0, 8), (1, 9), (2, 10)]
     assert rank_lists(sizes, DENSE_ORDER, ["cp", "dp"])[0] == (0, 2, 4, 6)
     assert rank_lists(sizes, DENSE_ORDER, ["dp", "cp"])[1] == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_data_ranks_are_copies_times_shards(replicas: int) -> None:
+    sizes = mesh_sizes(16, tensor=2, context=2)
+    lists = shard_rank_lists(sizes, DENSE_ORDER, EXPERT_ORDER, replicas)
+    for whole, name in ((("dp", "cp"), "dp"), (("edp",), "edp")):
+        order = DENSE_ORDER if name == "dp" else EXPERT_ORDER
+        for ranks in rank_lists(sizes, order, whole):
+            shards = [held for held in lists[f"{name}_shard"] if held[0] in ranks]
+            assert [rank for held in shards for rank in held] == list(ranks)  # neighbours
+            assert len(shards) == replicas
+            copies = [held for held in lists[f"{name}_replica"] if held[0] in ranks]
+            assert copies == list(zip(*shards, strict=True))
+    with pytest.raises(ValueError, match="data_replicas=3 does not divide 8 data ranks"):
+        shard_rank_lists(sizes, DENSE_ORDER, EXPERT_ORDER, 3)
+
+
+def test_experts_with_few_ranks_keep_fewer_copies() -> None:
+    sizes = mesh_sizes(8, expert=4)  # dp 8, edp 2
+    lists = shard_rank_lists(sizes, DENSE_ORDER, EXPERT_ORDER, 4)
+    assert {len(ranks) for ranks in lists["dp_replica"]} == {4}
+    assert {len(ranks) for ranks in lists["edp_replica"]} == {2}
+    assert {len(ranks) for ranks in lists["edp_shard"]} == {1}
 
 
 def test_expert_view_covers_the_same_ranks_and_shares_the_pipeline() -> None:
