@@ -39,6 +39,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp_dp": (4, {"pipeline_parallel_size": 2}),
     "tp_dp": (4, {"tensor_parallel_size": 2}),
 }
+SOME = [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "dp", "tp")] + ["pp"]
+"""Every layout for a test that ends in an error; the hardest one in the quick suite."""
 PLAN = ParallelPlan(
     splits={
         "0.weight": column(),

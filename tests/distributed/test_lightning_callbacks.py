@@ -35,7 +35,17 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from tests.harness import RankError, run_ranks_fresh
-from tests.lightning_cases import LAYOUTS, Case, Net, Rows, assert_same, cases_of, numbers, run_all
+from tests.lightning_cases import (
+    LAYOUTS,
+    SOME,
+    Case,
+    Net,
+    Rows,
+    assert_same,
+    cases_of,
+    numbers,
+    run_all,
+)
 
 # ---------------------------------------------------------------------- saving and stopping
 
@@ -371,7 +381,7 @@ def test_same_meaning(scenario: Any, layout: str, group: Any) -> None:
     assert_same(scenario, layout, group)
 
 
-@pytest.mark.parametrize("layout", ["one", "dp", "tp", "pp"])
+@pytest.mark.parametrize("layout", SOME)
 def test_a_spike_ends_training_on_every_rank(layout: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="Training spike detected in batch 3"):
         run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [spike], str(tmp_path), timeout=60)

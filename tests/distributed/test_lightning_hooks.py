@@ -1,9 +1,8 @@
 """Every hook of modules and callbacks: called in the same order, as often, in every layout. Manual
-optimization, and what a step can't do.
+optimization.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,20 +11,15 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
-from tests.harness import RankError, run_ranks_fresh
 from tests.lightning_cases import (
-    LAYOUTS,
     Case,
     Net,
-    Scenario,
     assert_same,
     cases_of,
     facts_of,
     make_network,
     numbers,
-    run_all,
 )
 from tests.lightning_rows import HOOKS
 
@@ -301,134 +295,6 @@ GROUPS = [(("dp", "tp", "pp"), SCENARIOS), (("dp",), REPLICATED)]
 @pytest.mark.parametrize(("scenario", "layout", "group"), cases_of(GROUPS))
 def test_same_meaning(scenario: Any, layout: str, group: Any) -> None:
     assert_same(scenario, layout, group)
-
-
-# ---------------------------------------------------------------------- refused while running
-
-
-def second_order(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    return case.fit(module=Module())
-
-
-class Twice(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        closure()
-        return super().step(closure)
-
-
-def evaluated_twice(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def configure_optimizers(self) -> Any:
-            return Twice(self.parameters(), lr=0.1)
-
-    return case.fit(module=Module())
-
-
-def metric_in_step(case: Case) -> dict[str, Any]:
-    metric = MeanMetric()
-
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            metric.update(self.loss(batch))
-            self.log("metric", metric)
-
-    return case.fit(module=Module())
-
-
-def group_in_log(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("x", self.loss(batch), sync_dist_group="any")
-
-    return case.fit(module=Module())
-
-
-def other_reduction(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("x", self.loss(batch), reduce_fx=torch.median)
-
-    return case.fit(module=Module())
-
-
-def graph_in_log(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("x", loss, enable_graph=True)
-            return loss
-
-    return case.fit(module=Module())
-
-
-def gather_in_step(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.all_gather(loss.detach())
-            return loss
-
-    return case.fit(module=Module())
-
-
-def changed_when_loaded(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["state_dict"].clear()
-
-    path = case.folder / "a.ckpt"
-    trainer = case.trainer()
-    trainer.fit(Module(), case.train_loader(1))
-    trainer.save_checkpoint(path)
-    case.trainer(max_epochs=2).fit(Module(), case.train_loader(1), ckpt_path=path)
-    return {}
-
-
-def kept_gradients(case: Case) -> dict[str, Any]:
-    class Module(Net):
-        def optimizer_zero_grad(self, *args: Any) -> None:
-            """Keeps what is there."""
-
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            for parameter in self.parameters():
-                parameter.grad = torch.ones_like(parameter)
-
-    return case.fit(module=Module())
-
-
-def storage_options(case: Case) -> dict[str, Any]:
-    trainer = case.trainer()
-    trainer.fit(Net(), case.train_loader(1))
-    trainer.save_checkpoint(case.folder / "a.ckpt", storage_options={"secret": 1})
-    return {}
-
-
-WHILE_RUNNING: dict[str, tuple[tuple[str, ...], str, Scenario]] = {
-    "lbfgs": (("dp", "tp", "pp"), "LBFGS evaluates the closure several times", second_order),
-    "closure_twice": (("dp",), "Twice evaluates the closure several times", evaluated_twice),
-    "metric_in_step": (("pp",), "a torchmetrics object", metric_in_step),
-    "sync_dist_group_refused": (("dp", "tp", "pp"), "sync_dist_group=", group_in_log),
-    "enable_graph": (("dp", "tp", "pp"), "enable_graph=True", graph_in_log),
-    "reduce_fx": (("dp",), "reduce_fx=<built-in method median", other_reduction),
-    "gather_in_step": (("pp",), "all_gather .*pipeline_parallel_size", gather_in_step),
-    "changed_when_loaded": (("dp",), "on_load_checkpoint: the state dict", changed_when_loaded),
-    "storage_options": (("dp", "tp", "pp"), "storage_options=", storage_options),
-    "kept_gradients": (("dp",), "optimizer_zero_grad", kept_gradients),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name, (layouts, _, _) in WHILE_RUNNING.items() for layout in layouts],
-)
-def test_refused_while_running(name: str, layout: str, tmp_path: Path) -> None:
-    _, message, scenario = WHILE_RUNNING[name]
-    with pytest.raises(RankError, match=f"(?s){message}"):
-        run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [scenario], str(tmp_path), timeout=60)
 
 
 def test_every_hook_of_the_table_was_called() -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau
 
 from tests.harness import RankError, run_ranks_fresh
-from tests.lightning_cases import LAYOUTS, Case, Net, assert_same, cases_of, facts_of, run_all
+from tests.lightning_cases import LAYOUTS, SOME, Case, Net, assert_same, cases_of, facts_of, run_all
 
 # ---------------------------------------------------------------------- gradients and steps
 
@@ -350,6 +350,7 @@ def test_the_feature_changes_the_training(scenario: Any, plain: str) -> None:
     assert any(abs(a - b) > 1e-3 for a, b in zip(other[1:], usual[1:], strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
 def test_low_precision_trains_alike(layout: str, precision: str, tmp_path: Path) -> None:
@@ -377,7 +378,7 @@ def anomaly(case: Case) -> dict[str, Any]:
     return case.fit(module=Module(), detect_anomaly=True)
 
 
-@pytest.mark.parametrize("layout", ["one", "dp", "tp", "pp"])
+@pytest.mark.parametrize("layout", SOME)
 def test_an_anomaly_is_detected(layout: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="returned nan values in its 0th output"):
         run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [anomaly], str(tmp_path), timeout=60)

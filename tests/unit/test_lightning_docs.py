@@ -13,6 +13,7 @@ from tests.distributed import (
     test_lightning_hooks,
     test_lightning_logging,
     test_lightning_refusals,
+    test_lightning_refused_running,
     test_lightning_training,
 )
 from tests.lightning_matrix import PAGE, SECTIONS, render
@@ -53,7 +54,7 @@ def shown() -> dict[str, set[str]]:
 
 def refused() -> dict[str, set[str]]:
     """Refusal -> layouts in which it is provoked."""
-    tables = (test_lightning_refusals.BEFORE_START, test_lightning_hooks.WHILE_RUNNING)
+    tables = (test_lightning_refusals.BEFORE_START, test_lightning_refused_running.WHILE_RUNNING)
     return {name: set(entry[0]) for table in tables for name, entry in table.items()}
 
 
