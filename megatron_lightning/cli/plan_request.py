@@ -190,19 +190,21 @@ def arguments_of(section: Any) -> dict[str, Any]:
     """`init_args` of a class_path entry, or the section itself."""
     if not isinstance(section, Mapping):
         return {}
-    return dict(section.get("init_args") or section)
+    if "class_path" in section:
+        return dict(section.get("init_args") or {})
+    return dict(section)
 
 
 def _model(section: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = str(section.get("class_path", "GPTModel")).rpartition(".")[2]
-    if kind != "GPTModel":
+    if kind not in ("GPTModel", "gpt_preset"):
         raise UserError(f"--config {path}: model.class_path={kind}: plan knows GPTModel only")
     arguments = arguments_of(section)
     found: dict[str, Any] = {}
     if isinstance(arguments.get("config"), Mapping):
         found["model"] = build_config(GPTConfig, arguments["config"], f"{path}: model.config")
-    elif "preset" in arguments or "name" in arguments:
-        name = str(arguments.get("preset", arguments.get("name")))
+    elif "preset" in arguments:
+        name = str(arguments["preset"])
         found |= {"model": preset_config(name), "model_name": name}
     if isinstance(arguments.get("optimizer"), Mapping):
         where = f"{path}: model.optimizer"

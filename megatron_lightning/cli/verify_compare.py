@@ -180,8 +180,11 @@ def _compare_losses(
     steps: Iterable[int],
 ) -> None:
     """Token counts, learning rates, and the losses of a step's batches."""
+    numbers = [("token count", "tokens"), ("learning rate", "learning_rate")]
+    if not any(record["counts_tokens"] for record in baseline):
+        del numbers[0]
     for step, rank, got, want in _pairs(candidate, baseline, judge, steps):
-        for signal, key in (("token count", "tokens"), ("learning rate", "learning_rate")):
+        for signal, key in numbers:
             judge.note(signal, "", rank, _relative(got[key], want[key]), EXACT, step=step)
         for got_loss, want_loss in zip(got["losses"], want["losses"], strict=True):
             judge.note("loss", "", rank, _relative(got_loss, want_loss), limits.loss, step=step)

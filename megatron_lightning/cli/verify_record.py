@@ -54,6 +54,7 @@ class Recorder(L.Callback):
         self._seen: Mapping[str, Any] = {}
         self.record: dict[str, Any] = {
             "batches": [],
+            "counts_tokens": False,
             "steps": [],
             "fields": {},
             "forward": {},
@@ -138,7 +139,9 @@ class Recorder(L.Callback):
             self._seen = batch if isinstance(batch, Mapping) else {}
             self._keep_fields()
             try:
-                return step(batch, *args, **kwargs)
+                result = step(batch, *args, **kwargs)
+                self.record["counts_tokens"] |= _counts_tokens(result)
+                return result
             finally:
                 self._seen = {}
                 self._calls += 1
@@ -273,3 +276,8 @@ class Recorder(L.Callback):
         if held * axis.size == len(positions):
             return positions[axis.rank * held : (axis.rank + 1) * held]
         return None
+
+
+def _counts_tokens(result: Any) -> bool:
+    """Whether the window's weight is a number of tokens; else it is one of batches."""
+    return isinstance(result, Mapping) and "num_tokens" in result

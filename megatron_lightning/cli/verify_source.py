@@ -192,7 +192,7 @@ def _section(section: Mapping[str, Any], default: str) -> dict[str, Any]:
 
 
 def _is_gpt(section: Mapping[str, Any]) -> bool:
-    return str(section["class_path"]).rpartition(".")[2] == "GPTModel"
+    return str(section["class_path"]).rpartition(".")[2] in ("GPTModel", "gpt_preset")
 
 
 def _gpt_section(
@@ -200,14 +200,18 @@ def _gpt_section(
 ) -> tuple[dict[str, Any], GPTConfig, list[str]]:
     """The section with reductions, and with exact dropout if it drops."""
     arguments = dict(section.get("init_args") or {})
-    if not isinstance(arguments.get("config"), Mapping):
+    if "preset" in arguments:
+        given = preset_config(str(arguments.pop("preset")))
+    elif isinstance(arguments.get("config"), Mapping):
+        given = build_config(GPTConfig, arguments["config"], f"{path}: model.config")
+    else:
         raise UserError(f"--config {path}: model.init_args.config: give the fields of a GPTConfig")
-    given = build_config(GPTConfig, arguments["config"], f"{path}: model.config")
     config, notes = _reduced(given, changes)
     arguments["config"] = config.to_dict()
     if config.attention_dropout > 0:
         arguments["attention"] = "reference"
-    return section | {"init_args": arguments}, config, [*notes, *_dropout_notes(config)]
+    made = {"class_path": "megatron_lightning.GPTModel", "init_args": arguments}
+    return made, config, [*notes, *_dropout_notes(config)]
 
 
 def _reduced(config: GPTConfig, changes: Mapping[str, Any]) -> tuple[GPTConfig, list[str]]:

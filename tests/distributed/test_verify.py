@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lightning.cli import verify as command
 from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
@@ -20,8 +21,13 @@ from megatron_lightning.cli.verify_layouts import (
     parse_layout,
 )
 from megatron_lightning.cli.verify_report import as_text
-from megatron_lightning.cli.verify_run import Settings, verify
-from megatron_lightning.cli.verify_source import SyntheticBatches, from_preset
+from megatron_lightning.cli.verify_run import Settings, problems_of, verify
+from megatron_lightning.cli.verify_source import (
+    Source,
+    SyntheticBatches,
+    SyntheticTokens,
+    from_preset,
+)
 from megatron_lightning.cli.verify_tolerances import LIMITS
 from megatron_lightning.config import ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron_lightning.layers.attention import FusedAttention
@@ -307,6 +313,44 @@ def test_the_command_writes_its_reports(tmp_path: Path) -> None:
     assert "Verification of tiny: passed" in text
     assert "| gradient | 5e-02" not in text
     assert "num_layers=2 in place of 4" in text
+
+
+class Plain(L.LightningModule):
+    """A user's own module, without a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.network(batch["tokens"]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def check_plain(rank: int, world_size: int) -> tuple[list[str], bool, str]:
+    source = Source(
+        name="plain",
+        make_module=Plain,
+        make_data=lambda: SyntheticTokens(50, 16, 2, 8),
+        target=ParallelConfig(),
+        world_size=2,
+        precision="32-true",
+    )
+    base = ParallelConfig(micro_batch_size=2)
+    candidates = [parse_layout(text, base) for text in ("dp2", "dp2+zero1")]
+    problems = problems_of(source, candidates)
+    result = verify(source, parse_layout("dp1", base), candidates, Settings(steps=2))
+    return problems, result.passed, as_text(result)
+
+
+@pytest.mark.slow
+def test_an_own_module_over_data_ranks() -> None:
+    problems, passed, text = run_ranks_fresh(check_plain, 1)[0]
+    assert not problems
+    assert passed, text
 
 
 @pytest.mark.slow

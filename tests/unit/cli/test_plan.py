@@ -153,6 +153,23 @@ def test_a_config_file_and_options_on_top(
     assert "sequence_paralel" in refusal(capsys, "--config", str(wrong))
 
 
+def test_short_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text(
+        """
+trainer: {devices: 4, num_nodes: 2, precision: bf16-mixed, strategy: {tensor_parallel_size: 2}}
+model: {class_path: megatron_lightning.cli.presets.gpt_preset, init_args: {preset: llama3-8b}}
+data: {paths: corpus, seq_length: 1024, micro_batch_size: 2, global_batch_size: 64}
+"""
+    )
+    values = plan(capsys, "--config", str(path))
+    assert (values["gpus"], values["gpus_per_node"], values["data_parallel_size"]) == (8, 4, 4)
+    assert values["model"]["num_parameters"] == PUBLISHED["llama3-8b"]
+    assert (values["num_microbatches"], values["precision"]) == (8, "bf16-mixed")
+    path.write_text(path.read_text().replace("gpt_preset", "OtherModel"))
+    assert "plan knows GPTModel only" in refusal(capsys, "--config", str(path))
+
+
 def test_text_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture, file = tmp_path / "plan.svg", tmp_path / "plan.json"
     arguments = "--preset llama3-8b --gpus 16 --pipeline-parallel-size 2 --tensor-parallel-size 2"
