@@ -22,18 +22,10 @@ EACH = DataParallelConfig(sharding="fsdp", reduce_each_micro_batch=True)
 HYBRID = DataParallelConfig(sharding="fsdp", replicas=2)
 
 FAST: dict[str, tuple[int, str, dict[str, Any], DataParallelConfig]] = {
-    "dp4": (4, "swiglu_rope", {}, FULL),
-    "tp2_sp_pp2_dp2": (8, "gelu_learned_tied_biases_qknorm", {**TENSOR, **PIPELINE}, FULL),
+    "dp4": (4, "swiglu_rope", dict(micro_batch_size=1), FULL),
 }
 SLOW: dict[str, tuple[int, str, dict[str, Any], DataParallelConfig]] = {
-    "dp2_kept_micro_batches": (
-        2,
-        "gelu_learned_tied_biases_qknorm",
-        dict(micro_batch_size=1),
-        KEPT,
-    ),
-    "dp4_hybrid": (4, "gelu_learned_tied_biases_qknorm", dict(micro_batch_size=1), HYBRID),
-    "tp2_sp_dp2": (4, "gelu_learned_tied_biases_qknorm", TENSOR, FULL),
+    "tp2_sp_pp2_dp2": (8, "gelu_learned_tied_biases_qknorm", {**TENSOR, **PIPELINE}, FULL),
     "tp2_dp4_hybrid": (8, "swiglu_rope", TENSOR, HYBRID),
     "pp2_dp2_each": (4, "gelu_learned_tied_biases_qknorm", PIPELINE, EACH),
     "pp2_dp2_kept": (4, "gelu_learned_tied_biases_qknorm", PIPELINE, KEPT),
@@ -53,6 +45,7 @@ def test_training_equals_one_process_elsewhere(case: str) -> None:
     check(SLOW[case])
 
 
+@pytest.mark.slow
 def test_bfloat16_with_float32_shards_equals_one_process() -> None:
     check(FAST["dp4"], "bf16-mixed")
 
