@@ -82,7 +82,7 @@ def check_context_heads(config: GPTConfig, parallel: ParallelConfig) -> list[str
         groups, rest = divmod(config.num_query_groups, parallel.tensor_parallel_size)
         if form in forms and size > 1 and rest == 0 and groups % ranks:
             problems.append(
-                f"context form {form!r}: all_to_all on {ranks} ranks can't share out the key/value"
+                f"context form {form!r}: all_to_all over {ranks} ranks can't share the key/value"
                 f" heads of a tensor rank, num_query_groups={config.num_query_groups} /"
                 f" tensor_parallel_size={parallel.tensor_parallel_size} = {groups}; use ring or"
                 f" all_gather, or a size that divides {groups}"
