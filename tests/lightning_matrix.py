@@ -79,7 +79,8 @@ INTRODUCTION = """# Lightning in every layout
 <!-- Written by `python -m tests.lightning_matrix`; a test fails when it is out of date. -->
 
 What Lightning offers, against the layouts of `MegatronStrategy`: data parallelism (DP), tensor
-parallelism without sequence parallelism (equality with it is shown by the layout tests) (TP), and pipelines (PP). Each entry is tested:
+parallelism without sequence parallelism (equality with it is shown by the layout tests) (TP),
+and pipelines (PP). Each entry is tested:
 **same** means that a run in that layout gave what Lightning's own single process gave on the same
 data (weights, metrics, logged rows, files, calls of hooks); **refused** means that a message names
 the flag, hook or callback and the remedy, before any process is started unless the note says
