@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_lightning.config.validate import ConfigurationError
@@ -30,6 +31,16 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError with a pointer to the help."""
         raise UserError(f"{message}\n`{self.prog} --help` lists the options")
+
+
+def check_writable(**paths: str | None) -> None:
+    """Refuse files in folders that don't exist, before the work whose result they are to hold."""
+    for option, path in paths.items():
+        if path not in (None, "", "-") and not Path(str(path)).absolute().parent.is_dir():
+            raise UserError(
+                f"--{option} {path}: there is no folder {Path(str(path)).absolute().parent}; make"
+                " it first"
+            )
 
 
 def run_command(command: Callable[[list[str]], None], arguments: list[str], name: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import yaml
 
-from megatron_lightning.cli.errors import Parser, UserError, wrong_input
+from megatron_lightning.cli.errors import Parser, UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
 from megatron_lightning.cli.plan_picture import draw
 from megatron_lightning.cli.plan_request import (
@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> None:
     """Plan what the options say. Wrong input is one message with everything that is wrong."""
     options = _parser().parse_args(arguments)
     with wrong_input():
+        check_writable(json=options.json, picture=options.picture)
         request = request_of(options)
     if options.suggest:
         model_only = dataclasses.replace(request, parallel=ParallelConfig())
@@ -106,6 +107,8 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     values |= {name: given[name] for name in (*simple, "precision", "optimizer") if name in given}
     hardware = HARDWARE[given.get("gpu", "h100")]
     if "gpu_memory" in given:
+        if not 0 < given["gpu_memory"] < float("inf"):
+            raise UserError(f"--gpu-memory {given['gpu_memory']}: must be above 0 GiB")
         hardware = dataclasses.replace(hardware, memory_bytes=round(given["gpu_memory"] * GIB))
     if "gpus" not in values:
         raise UserError("give the number of GPUs: --gpus N")

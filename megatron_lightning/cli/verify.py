@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from megatron_lightning.cli.errors import Parser, UserError, wrong_input
+from megatron_lightning.cli.errors import Parser, UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
 from megatron_lightning.cli.plan_request import HARDWARE, PlanRequest
 from megatron_lightning.cli.verify_layouts import (
@@ -51,6 +51,11 @@ def main(arguments: list[str]) -> None:
     provide(override=False, PYTORCH_NVML_BASED_CUDA_CHECK="1")  # looking must not use CUDA: forks
     torch.set_num_threads(1)  # nor may threads be made before ranks are forked
     with wrong_input():
+        check_writable(json=options.json, report=options.report)
+        if options.steps < 1:
+            raise UserError(f"--steps {options.steps}: at least 1 optimizer step")
+        if not options.timeout > 0:
+            raise UserError(f"--timeout {options.timeout}: must be above 0 seconds")
         source = _source(options)
         candidates = _candidates(options, source)
     settings = Settings(

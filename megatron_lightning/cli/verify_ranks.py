@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_lightning.strategies.fork_launcher import die_with
 from megatron_lightning.utils.env import provide
 
 _GRACE_SECONDS = 5.0
@@ -44,8 +45,9 @@ def run_ranks(
     context = get_context("fork")
     port = _free_port()
     processes: list[ForkProcess] = []
+    parent = os.getpid()
     for rank in range(world_size):
-        arguments = (function, rank, world_size, port, folder)
+        arguments = (function, rank, world_size, port, folder, parent)
         process = context.Process(target=_rank, args=arguments, daemon=False)
         process.start()
         processes.append(process)
@@ -88,8 +90,14 @@ def _end(processes: list[ForkProcess]) -> None:
 
 
 def _rank(
-    function: Callable[[int], None], rank: int, world_size: int, port: int, folder: Path
+    function: Callable[[int], None],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    parent: int,
 ) -> None:
+    die_with(parent)
     log = open(folder / f"rank{rank}.log", "w", buffering=1)  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -114,6 +114,11 @@ class ParallelPlan:
     sequence_dim: int = 0
     """Dim of the hidden activation that sequence parallelism scatters: 0 for (S, B, H), 1 for (B,
     S, H)."""
+
+    def unused_rows(self, names: Iterable[str]) -> list[str]:
+        """Globs that match none of the parameter `names` of the whole network (misspelt rows)."""
+        known = list(names)
+        return [glob for glob in self.splits if not any(fnmatchcase(n, glob) for n in known)]
 
     def split_of(self, name: str) -> Split:
         """Return the one row that matches parameter `name`; ValueError when none or several

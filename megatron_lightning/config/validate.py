@@ -33,6 +33,18 @@ def raise_if_any(problems: Iterable[str]) -> None:
         raise ConfigurationError(found)
 
 
+def _config_types(config: ParallelConfig) -> str | None:
+    for name in ("pipeline", "data_parallel", "runtime", "recompute", "context"):
+        value = getattr(config, name)
+        wanted = type(getattr(_DEFAULTS, name))
+        if not isinstance(value, wanted):
+            return f"{name}={value!r}: give a {wanted.__name__}(...), not {type(value).__name__}"
+    return None
+
+
+_DEFAULTS = ParallelConfig()
+
+
 def _tensor_size(config: ParallelConfig) -> str | None:
     return _positive("tensor_parallel_size", config.tensor_parallel_size)
 
@@ -148,6 +160,8 @@ RULES: tuple[Rule, ...] = (
 
 def check_layout(config: ParallelConfig) -> list[str]:
     """Every violation that the layout has in itself."""
+    if (wrong_type := _config_types(config)) is not None:
+        return [wrong_type]  # the other rules look into these
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
     problems += data_parallel_problems(config)

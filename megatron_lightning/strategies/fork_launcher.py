@@ -318,11 +318,16 @@ def _check_inherited(device: torch.device) -> None:
         ) from error
 
 
-def _become_rank(number: int, parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Let the system end this forked process when its parent, of that pid, is gone (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _become_rank(number: int, parent: int) -> None:
+    die_with(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not isinstance(sys.stdout, type(sys.__stdout__)):  # a notebook's, which needs its threads

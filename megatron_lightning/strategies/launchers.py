@@ -91,11 +91,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        _compat.set_num_threads(self.num_processes)  # first: the ranks started here inherit it
         if not self.procs:
             self._call_children_scripts()
             atexit.register(self._wait_for_ranks)
             threading.Thread(target=self._watch_start, name="launch", daemon=True).start()
-        _compat.set_num_threads(self.num_processes)
         return function(*args, **kwargs)
 
     def joined(self) -> None:

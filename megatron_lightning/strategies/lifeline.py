@@ -158,13 +158,13 @@ class Lifeline:
             first = len(self._reports) == 1
             kinds = {(known.kind, known.step) for known in self._reports.values()}
             alike = len(self._reports) == self._world_size and len(kinds) == 1 and report.kind
-        if first:
-            self._set_first(report)
         for peer in self._peers:
             if first:
                 self._send(peer, first=asdict(report))
             if alike:
                 self._send(peer, alike=True)
+        if first:
+            self._set_first(report)  # last: whoever waits here may then leave and close the line
         if alike:
             self._set_alike()
 

@@ -157,6 +157,12 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             config.tensor_parallel_size,
             sequence_parallel=config.sequence_parallel,
         )
+        names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
+        problems += [
+            f"plan.splits: row {row!r} matches no parameter, so it would split nothing; correct or"
+            " remove it"
+            for row in target.plan.unused_rows(names)
+        ]
         problems += check_context_parallel(network, config)
         problems += recompute_problems(network, target.plan, config.recompute)
         problems += outside_problems(module, network, target)
