@@ -26,7 +26,7 @@ def test_config_of_another_type(argument: str, value: Any, wanted: str) -> None:
 
 def test_rows_of_a_plan_that_match_nothing() -> None:
     network = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-    plan = ParallelPlan(splits={"0.wieght": column(), "*": replicated()})
+    plan = ParallelPlan(splits={"0.misspelt": column(), "*": replicated()})
     names = [name for name, _ in network.named_parameters()]
     assert torch.is_tensor(network[0].weight)
-    assert plan.unused_rows(names) == ["0.wieght"]
+    assert plan.unused_rows(names) == ["0.misspelt"]
