@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_lightning.cli import verify as command
 from megatron_lightning.cli.errors import run_command
@@ -11,7 +12,7 @@ from tests.harness import run_ranks_fresh
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
 LAYOUTS = "tp2 tp2+sp pp2 cp2 dp2 dp2+zero1 dp2+fsdp recompute"
