@@ -128,7 +128,7 @@ FLAGS: Sequence[Row] = (
         "sync_batchnorm",
         "sync_batchnorm test_batch_norms_are_synchronised",
         REPLICATED,
-        note="refused on the CPU, where torch has none, and with a plan",
+        note="refused on the CPU, where torch has none, and with a plan; its test needs two GPUs",
     ),
     Row("reload_dataloaders_every_n_epochs", "reload"),
     Row("default_root_dir", "defaults"),
@@ -356,8 +356,8 @@ DATA: Sequence[Row] = (
         title="iterable data sets, random changes of samples",
         note=(
             "left alone, as by Lightning; when the ranks of a model copy get different "
-            "batches, that "
-            "is an error"
+            "batches, that is an error where it is looked for: in the first 4 batches of a pass "
+            "and in every 64th"
         ),
     ),
     Row(
