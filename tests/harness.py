@@ -17,7 +17,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.utils.ports import free_port
 from tests.nursery import STACK_SIGNAL, Nursery, RankSpec, call, kill_group
 
 _GRACE_SECONDS = 0.5  # after a failure: time for the other ranks to report theirs
@@ -252,13 +252,6 @@ def run_ranks_fresh(
     """
     _check_world_size(world_size)
     return _harness.run_fresh(function, world_size, args, timeout)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _check_world_size(world_size: int) -> None:

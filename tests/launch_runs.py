@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from megatron_lightning.strategies import guard
+from megatron_lightning.utils.ports import free_port
 from tests import launch_script
-from tests.harness import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tests" / "launch_script.py")

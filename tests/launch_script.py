@@ -24,6 +24,12 @@ from megatron_lightning.strategies import MegatronStrategy, lifeline
 from tests.layout_runs import Batches, Run, tiny_config
 
 
+def say(line: str) -> None:
+    """A line in one write: ranks share the output."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 class Trouble(L.Callback):
     """Does something bad, or says where the run is, at the second batch."""
 
@@ -41,7 +47,7 @@ class Trouble(L.Callback):
             raise KeyError("no such thing in setup")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        print(f"first step of rank {trainer.global_rank}: {trainer.global_step}", flush=True)
+        say(f"first step of rank {trainer.global_rank}: {trainer.global_step}")
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if self.folder:
@@ -152,9 +158,9 @@ def run(arguments: argparse.Namespace) -> None:
         trainer.fit(model, data)
     finally:
         if arguments.mode == "slow":
-            print(f"ended rank={trainer.global_rank} step={trainer.global_step}", flush=True)
+            say(f"ended rank={trainer.global_rank} step={trainer.global_step}")
     loss = trainer.callback_metrics["train_loss"]
-    print(f"done rank={trainer.global_rank} loss={loss:.6f}", flush=True)
+    say(f"done rank={trainer.global_rank} loss={loss:.6f}")
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:

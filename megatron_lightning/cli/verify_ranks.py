@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ import torch
 
 from megatron_lightning.strategies.fork_launcher import die_with
 from megatron_lightning.utils.env import provide
+from megatron_lightning.utils.ports import free_port
 
 _GRACE_SECONDS = 5.0
 
@@ -43,7 +43,7 @@ def run_ranks(
         raise RuntimeError("verify forks its ranks, and CUDA is in use in this process already")
     folder.mkdir(parents=True, exist_ok=True)
     context = get_context("fork")
-    port = _free_port()
+    port = free_port()
     processes: list[ForkProcess] = []
     parent = os.getpid()
     for rank in range(world_size):
@@ -144,12 +144,6 @@ def _last_words(folder: Path, rank: int) -> str:
         return (folder / f"rank{rank}.error").read_text().split("\n", 1)[1]
     except OSError:
         return f"died without a word; see {folder / f'rank{rank}.log'}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def load_records(folder: Path, world_size: int) -> list[dict[str, Any]]:

@@ -24,9 +24,11 @@ class KernelTimes:
     compute_seconds: float
     collective_seconds: float
     message_seconds: float
-    """Sends and receives between pipeline stages."""
+    """Sends and receives: between pipeline stages, or of ring attention."""
     hidden_seconds: float
     """Part of the collectives during which something is computed."""
+    hidden_message_seconds: float = 0.0
+    """The same part of the messages."""
 
     @property
     def hidden_fraction(self) -> float:
@@ -35,12 +37,19 @@ class KernelTimes:
             return 1.0
         return self.hidden_seconds / self.collective_seconds
 
+    @property
+    def hidden_message_fraction(self) -> float:
+        """Share of the messages that is hidden, 0 to 1; 1 without messages."""
+        if self.message_seconds == 0:
+            return 1.0
+        return self.hidden_message_seconds / self.message_seconds
+
     def describe(self) -> str:
         """One line."""
         return (
             f"kernels: compute {self.compute_seconds:.4f} s, messages {self.message_seconds:.4f} "
-            f"s, collectives {self.collective_seconds:.4f} s, of which {self.hidden_fraction:.0%} "
-            "hidden under compute"
+            f"s ({self.hidden_message_fraction:.0%} hidden), collectives "
+            f"{self.collective_seconds:.4f} s ({self.hidden_fraction:.0%} hidden under compute)"
         )
 
 
@@ -60,12 +69,13 @@ def kernel_times(profiler: profile, device: torch.device) -> KernelTimes:
         sort = _sort_of(event, device)
         if sort is not None:
             sorts[sort].append((event.time_range.start, event.time_range.end))
-    compute, collective = union(sorts["compute"]), union(sorts["collective"])
+    compute, collective, message = (union(sorts[x]) for x in ("compute", "collective", "message"))
     return KernelTimes(
         compute_seconds=_length(compute) / 1e6,
         collective_seconds=_length(collective) / 1e6,
-        message_seconds=_length(union(sorts["message"])) / 1e6,
+        message_seconds=_length(message) / 1e6,
         hidden_seconds=_length(intersection(compute, collective)) / 1e6,
+        hidden_message_seconds=_length(intersection(compute, message)) / 1e6,
     )
 
 

@@ -20,6 +20,8 @@ from megatron_lightning.strategies import _compat, startup
 from megatron_lightning.strategies.failure import how_it_ended, say
 from megatron_lightning.strategies.fork_launcher import ForkLauncher
 from megatron_lightning.strategies.lifeline import leave_at_once
+from megatron_lightning.utils.env import provide
+from megatron_lightning.utils.ports import free_port
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.model_strategy import ModelStrategy
@@ -93,6 +95,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
         _compat.set_num_threads(self.num_processes)  # first: the ranks started here inherit it
         if not self.procs:
+            if self.num_nodes == 1:  # several nodes have agreed on one already
+                provide(override=False, MASTER_PORT=str(free_port()))
             self._call_children_scripts()
             atexit.register(self._wait_for_ranks)
             threading.Thread(target=self._watch_start, name="launch", daemon=True).start()

@@ -17,7 +17,8 @@ from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import PretrainingDataModule
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.strategies import MegatronStrategy, startup
-from tests.harness import free_port, run_ranks_fresh
+from megatron_lightning.utils.ports import free_port
+from tests.harness import run_ranks_fresh
 from tests.launch_runs import forget_launcher
 from tests.layout_runs import Batches, Run, tiny_config
 

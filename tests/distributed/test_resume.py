@@ -44,7 +44,6 @@ def fit(
     )
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
-        accelerator="cpu",
         devices=world_size,
         max_steps=stop,
         gradient_clip_val=1.0,
@@ -53,7 +52,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
-        **run.trainer,
+        **{"accelerator": "cpu", **run.trainer},
     )
     trainer.fit(model, Batches(run), ckpt_path=resume)
     optimizer = trainer.optimizers[0]

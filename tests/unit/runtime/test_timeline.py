@@ -143,9 +143,14 @@ def test_hidden_collectives():
     assert intersection(compute_times, union([(5, 8.5), (10, 11)])) == [(5, 6), (8, 8.5)]
     assert intersection([], [(0, 1)]) == []
     times = KernelTimes(
-        compute_seconds=7, collective_seconds=4.5, message_seconds=0, hidden_seconds=1.5
+        compute_seconds=7,
+        collective_seconds=4.5,
+        message_seconds=2,
+        hidden_seconds=1.5,
+        hidden_message_seconds=1,
     )
     assert times.hidden_fraction == pytest.approx(1 / 3)
+    assert times.hidden_message_fraction == 0.5
     assert "33% hidden" in times.describe()
     none = KernelTimes(compute_seconds=7, collective_seconds=0, message_seconds=0, hidden_seconds=0)
     assert none.hidden_fraction == 1.0

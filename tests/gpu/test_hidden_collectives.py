@@ -1,0 +1,119 @@
+"""How much of the collectives two GPUs hide under computing, and what sharding costs a step.
+
+`pytest -m gpu -s tests/gpu/test_hidden_collectives.py` prints a line for each layout: the share of
+the time of NCCL's kernels during which a kernel computes, from the profiler's trace of a step.
+"""
+
+from statistics import median
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from megatron_lightning.callbacks import StepTimeline
+from megatron_lightning.config import ContextConfig, DataParallelConfig, GPTConfig, RuntimeConfig
+from megatron_lightning.models import GPTModel
+from megatron_lightning.strategies import MegatronStrategy
+from tests.harness import run_ranks_fresh
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices"),
+]
+
+STEPS = 7
+Case = tuple[dict[str, Any], int, int, float]
+"""Layout, rows of a rank's batch, tokens of a row, smallest share that counts as hidden."""
+
+
+def context(form: Any) -> dict[str, Any]:
+    return dict(context_parallel_size=2, context=ContextConfig(form=form))
+
+
+def sharded(**options: Any) -> dict[str, Any]:
+    return dict(data_parallel=DataParallelConfig(**options))
+
+
+CASES: dict[str, Case] = {
+    "cp2 ring, 65,536 tokens": (context("ring"), 1, 65_536, 0.8),
+    "cp2 all_gather, 65,536 tokens": (context("all_gather"), 1, 65_536, 0.0),
+    "cp2 all_to_all, 65,536 tokens": (context("all_to_all"), 1, 65_536, 0.0),
+    "dp2 replicated": ({}, 8, 4096, 0.5),
+    "dp2 zero-1": (sharded(sharding="optimizer"), 8, 4096, 0.5),
+    "dp2 fsdp": (sharded(sharding="fsdp"), 8, 4096, 0.5),
+}
+
+
+def config(sequence: int) -> GPTConfig:
+    """Shape (a), 1.1 billion parameters; half the layers for long sequences."""
+    return GPTConfig(
+        vocab_size=32768,
+        num_layers=16 if sequence <= 4096 else 4,
+        hidden_size=2048,
+        num_attention_heads=32 if sequence <= 4096 else 16,
+        num_query_groups=8,
+        ffn_hidden_size=8192,
+        max_position_embeddings=sequence,
+    )
+
+
+class Tokens(L.LightningDataModule):
+    """Random tokens, the same on both ranks."""
+
+    def __init__(self, rows: int, sequence: int) -> None:
+        super().__init__()
+        self.shape, self.micro_batch_size = (rows, sequence + 1), min(rows, 4)
+
+    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        batches = []
+        for _ in range(STEPS):
+            tokens = torch.randint(0, 32768, self.shape, generator=generator)
+            batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+            batches.append(batch | {"loss_mask": torch.ones(self.shape[0], self.shape[1] - 1)})
+        return batches
+
+
+def watched(rank: int, world_size: int, case: str, directory: str) -> list[dict[str, float]]:
+    """Medians of each rank's kernel times over the last steps, from rank 0."""
+    layout, rows, sequence, _ = CASES[case]
+    callback = StepTimeline(1, directory=directory, kernels=True)
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=world_size,
+        strategy=MegatronStrategy(**layout, runtime=RuntimeConfig(compile_layers=True)),
+        precision="bf16-mixed",
+        max_steps=STEPS,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(GPTModel(config(sequence)), Tokens(rows, sequence))
+    found = []
+    for one in range(world_size if rank == 0 else 0):
+        kernels = [report.ranks[one].kernels for report in callback.reports[-4:]]
+        assert all(kernels)
+        fields = ("compute_seconds", "collective_seconds", "message_seconds")
+        fractions = ("hidden_fraction", "hidden_message_fraction")
+        found.append({x: median(getattr(k, x) for k in kernels) for x in (*fields, *fractions)})
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_share_of_collectives_that_is_hidden(case: str, tmp_path: Any) -> None:
+    least = CASES[case][-1]
+    for rank, times in enumerate(run_ranks_fresh(watched, 2, case, str(tmp_path), timeout=240)[0]):
+        communicated = times["collective_seconds"] + times["message_seconds"]
+        hidden = times["hidden_fraction"] * times["collective_seconds"]
+        hidden += times["hidden_message_fraction"] * times["message_seconds"]
+        print(
+            f"{case}, rank {rank}: compute {times['compute_seconds'] * 1e3:.1f} ms, "
+            f"collectives {times['collective_seconds'] * 1e3:.1f} ms, messages "
+            f"{times['message_seconds'] * 1e3:.1f} ms, hidden {hidden / communicated:.0%}"
+        )
+        assert communicated > 0
+        assert hidden / communicated >= least
