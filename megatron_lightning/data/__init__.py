@@ -9,7 +9,6 @@ from megatron_lightning.data.blend import (
     parse_blend,
 )
 from megatron_lightning.data.card import DataCard, card_path, read_card, write_card
-from megatron_lightning.data.datamodule import PretrainingDataModule
 from megatron_lightning.data.gpt import GPTDataset
 from megatron_lightning.data.gpt_index import (
     EpochPlan,
@@ -21,6 +20,7 @@ from megatron_lightning.data.gpt_index import (
 from megatron_lightning.data.indexed import IndexedDataset, best_dtype
 from megatron_lightning.data.indexed_writer import IndexedDatasetWriter, merge
 from megatron_lightning.data.loader import StatefulLoader
+from megatron_lightning.data.modules import PretrainingDataModule, TokenDataModule
 from megatron_lightning.data.preprocess import preprocess_jsonl
 from megatron_lightning.data.sample_text import python_help_texts, write_python_help
 from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler, epoch_order
@@ -48,6 +48,7 @@ __all__ = [
     "PretrainingDataModule",
     "Splits",
     "StatefulLoader",
+    "TokenDataModule",
     "Tokenizer",
     "best_dtype",
     "build_blend",

@@ -14,7 +14,7 @@ for an epoch. Lightning does not exhaust a loader that has a length, so code aft
 may never run: everything that a new pass needs is decided when its first batch is asked for.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -44,7 +44,7 @@ class Position:
     """Batches delivered in that pass."""
 
 
-def stack_samples(samples: list[dict[str, Tensor]]) -> Batch:
+def stack_samples(samples: Sequence[dict[str, Tensor]]) -> Batch:
     """Returns a batch of samples with equal fields: each field stacked to (B, ...)."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
@@ -59,6 +59,7 @@ class StatefulLoader:
             purpose).
         num_workers: processes that read ahead; 0 reads in this process.
         pin_memory: copy batches to page-locked memory for faster transfer to a GPU.
+        collate: makes the batch of some samples.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class StatefulLoader:
         restart: bool = False,
         num_workers: int = 0,
         pin_memory: bool = False,
+        collate: Callable[[Sequence[dict[str, Tensor]]], Batch] = stack_samples,
     ) -> None:
         self._batches = sampler
         self._loader: DataLoader[Batch] = DataLoader(
@@ -76,7 +78,7 @@ class StatefulLoader:
             batch_sampler=sampler,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            collate_fn=stack_samples,
+            collate_fn=collate,
         )
         self._restart = restart
         self._loaded_pass: int | None = None  # pass in which a loaded position was saved

@@ -1,93 +1,86 @@
-"""Pretraining data for a Lightning Trainer: indexed corpora in, batches of token samples out.
+"""What all data modules of this package share: batch sizes, order, loaders, and their state.
 
 Each data-parallel rank reads its slice of the same global batch; ranks that share a data-parallel
 rank (tensor, pipeline and context peers) read the same samples, so nothing is broadcast. The place
 in the data is a count of samples, stored with the checkpoint and valid in any layout.
 """
 
-import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
-from megatron_lightning.data.blend import OrderedSource, build_blend, parse_blend
-from megatron_lightning.data.corpus import Vocabulary, corpus_errors, read_vocabulary
-from megatron_lightning.data.gpt import GPTDataset
-from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.loader import StatefulLoader
+from megatron_lightning.data.blend import OrderedSource
+from megatron_lightning.data.loader import Batch, StatefulLoader, stack_samples
 from megatron_lightning.data.samplers import GlobalBatchSampler
-from megatron_lightning.data.splits import parse_split, split_ranges
+
+EvaluationPart = Literal["valid", "test"]
 
 
-class PretrainingDataModule(LightningDataModule):
-    """Samples of `seq_length` tokens from one corpus or a blend, split into train, valid and test.
+class TokenDataModule(LightningDataModule):
+    """Abstract: loaders over the data sets that a subclass builds.
 
-    Constructing it opens no file. Batches are dicts of `tokens`, `labels`, `position_ids` (int64)
-    and `loss_mask` (float32), each (global_batch_size / data-parallel size, S).
-
-    Training draws from a weighted blend in its given proportions. Validation and test are one pass
-    over the whole split of every corpus whose weight is not 0: each sample counts once, and samples
-    that only fill up a batch have a loss mask of 0.
+    A subclass sets its own fields, then calls `_raise_if_wrong()` at the end of its constructor. It
+    must define `_build_train` and `_build_evaluation`, and may define `_argument_errors` (adding to
+    the ones here), `_data_errors` and `collate`.
 
     Args:
-        paths: path of a `.bin`/`.idx` pair without suffix, a list of them, or `weight path weight
-            path ...`.
         seq_length: tokens a sample.
         micro_batch_size: sequences per data-parallel rank per forward.
         global_batch_size: sequences per batch of all ranks together.
-        split: shares of train, valid and test.
         num_train_samples: sequences to train on; None means what `Trainer(max_steps)` needs, or one
-            pass over the training split when that is not set.
+            pass over the training data when that is not set.
         seed: of the order of the samples, 0 to 2^32 - 1.
         num_workers: processes per rank that read ahead; 0 reads in the training process.
-        tokenizer: "bytes", a `tokenizer.json` file or its folder; checked against the data cards.
-            Not needed when there is a data card.
-        eod_mask_loss: no loss where the input is an end-of-document token.
-        reset_position_ids: positions begin at 0 after each end-of-document token.
-        cache_dir: folder that keeps the index arrays between runs; None builds them in memory.
+    """
 
-    Raises:
-        ValueError: arguments out of range; all violations are listed.
+    shuffle_first_epoch = False
+    """Whether the loader shuffles epoch 0 too; not needed for a data set that is shuffled itself.
     """
 
     def __init__(
         self,
-        paths: str | Sequence[str | float],
         seq_length: int,
         micro_batch_size: int,
         global_batch_size: int,
         *,
-        split: str = "969,30,1",
         num_train_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
-        tokenizer: str | os.PathLike[str] | None = None,
-        eod_mask_loss: bool = False,
-        reset_position_ids: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
-        self.global_batch_size, self.split, self.seed = global_batch_size, split, seed
+        self.global_batch_size, self.seed = global_batch_size, seed
         self.num_train_samples, self.num_workers = num_train_samples, num_workers
-        self.tokenizer, self.cache_dir = tokenizer, cache_dir
-        self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
-        errors = self._argument_errors()
-        try:
-            self.paths, self.weights = parse_blend(paths)
-        except ValueError as error:
-            errors.append(str(error))
-        if errors:
-            raise ValueError("PretrainingDataModule:\n- " + "\n- ".join(errors))
         self._train: OrderedSource | None = None
         self._train_samples = 0
-        self._valid: OrderedSource | None = None
-        self._test: OrderedSource | None = None
+        self._evaluation: dict[EvaluationPart, dict[str, OrderedSource]] = {}
         self._loader: StatefulLoader | None = None
         self._loaded: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ what a subclass defines
+
+    def _build_train(self, samples: int | None) -> OrderedSource:
+        """Returns the training data: at least `samples` samples, None for one epoch of it."""
+        raise NotImplementedError
+
+    def _build_evaluation(self, part: EvaluationPart) -> dict[str, OrderedSource]:
+        """Returns the data sets of validation or testing by name; a single one may have no name
+        ("").
+        """
+        raise NotImplementedError
+
+    def _data_errors(self) -> list[str]:
+        """Returns what is wrong with files and tokenizer, opening no more than it must."""
+        return []
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> Batch:
+        """Returns the batch of some samples; fields of (S,) become (B, S)."""
+        return stack_samples(samples)
+
+    # ------------------------------------------------------------------ checks
 
     def _argument_errors(self) -> list[str]:
         errors = [
@@ -109,25 +102,24 @@ class PretrainingDataModule(LightningDataModule):
             )
         if not 0 <= self.seed < 2**32:
             errors.append(f"seed={self.seed} must be between 0 and {2**32 - 1}")
-        try:
-            parse_split(self.split)
-        except ValueError as error:
-            errors.append(str(error))
         return errors
 
+    def _raise_if_wrong(self, errors: Sequence[str] = ()) -> None:
+        """Raises ValueError with `errors` and everything that is wrong with the arguments."""
+        self._raise([*self._argument_errors(), *errors])
+
+    def _raise(self, errors: Sequence[str]) -> None:
+        if errors:
+            raise ValueError(f"{type(self).__name__}:\n- " + "\n- ".join(errors))
+
     def validate(self, data_parallel_size: int | None = None) -> list[str]:
-        """Returns what is wrong with the files and, if a size is given, with the batch size for
+        """Returns what is wrong with the data and, if a size is given, with the batch size for
         that layout.
 
         Meant to be called before any process is started; an empty list means that nothing was
         found.
         """
-        errors = corpus_errors(self.paths, self.tokenizer)
-        if not errors and (self.eod_mask_loss or self.reset_position_ids) and self.eod_id is None:
-            errors.append(
-                "tokenizer: eod_mask_loss and reset_position_ids need the end-of-document token, "
-                "and the corpora have no data card: name their tokenizer"
-            )
+        errors = self._data_errors()
         if data_parallel_size is not None:
             errors += self._batch_errors(data_parallel_size)
         return errors
@@ -142,94 +134,40 @@ class PretrainingDataModule(LightningDataModule):
             f"{-(-self.global_batch_size // unit) * unit}"
         ]
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of token ids by tokenizer or data card; None when there is neither."""
-        return self._vocabulary().vocab_size
-
-    @property
-    def eod_id(self) -> int | None:
-        """End-of-document token by tokenizer or data card; None when there is neither."""
-        return self._vocabulary().eod_id
-
-    def _vocabulary(self) -> Vocabulary:
-        return read_vocabulary(self.paths, self.tokenizer)
-
-    @property
-    def consumed_samples(self) -> int:
-        """Training sequences delivered to all ranks since the run began."""
-        state = self.state_dict().get("loader")
-        return state["consumed_samples"] if state else 0
+    # ------------------------------------------------------------------ data sets
 
     def setup(self, stage: str) -> None:
-        """Opens the corpora and builds the indexes of the splits that the stage needs.
+        """Builds the data sets that the stage needs.
 
         Raises:
-            ValueError: see `validate`; or a split is too small.
+            ValueError: see `validate`; or there are too few training samples for a batch.
         """
-        if errors := self.validate():
-            raise ValueError("PretrainingDataModule:\n- " + "\n- ".join(errors))
-        eod_id = self.eod_id  # read once: a large tokenizer takes a second to load
+        self._raise(self.validate())
         if stage == "fit":
             self._loader, self._loaded = None, None
             wanted = self._samples_wanted()
-            self._train = self._build("train", self.weights, wanted, eod_id)
+            self._train = self._build_train(wanted)
             length = len(self._train)
             self._train_samples = length if wanted is None else min(wanted, length)
             if self._train_samples < self.global_batch_size:
                 raise ValueError(
-                    f"global_batch_size={self.global_batch_size}: the training split of "
-                    f"{self.paths} gives only {self._train_samples} samples of {self.seq_length} "
-                    "tokens: lower the batch size or seq_length, or ask for more with "
-                    "num_train_samples"
+                    f"global_batch_size={self.global_batch_size}: the training data gives only "
+                    f"{self._train_samples} samples of {self.seq_length} tokens: lower the batch "
+                    "size or seq_length, or ask for more with num_train_samples"
                 )
         if stage in ("fit", "validate"):
-            self._valid = self._build("valid", None, None, eod_id)
+            self._evaluation["valid"] = self._build_evaluation("valid")
         if stage == "test":
-            self._test = self._build("test", None, None, eod_id)
+            self._evaluation["test"] = self._build_evaluation("test")
 
     def _samples_wanted(self) -> int | None:
-        """Samples that the run will use, None when a pass over the split is an epoch."""
+        """Samples that the run will use, None when a pass over the data is an epoch."""
         if self.num_train_samples is not None or self.trainer is None or self.trainer.max_steps < 1:
             return self.num_train_samples
         batches = self.trainer.max_steps * self.trainer.accumulate_grad_batches
         return batches * self.global_batch_size
 
-    def _build(
-        self,
-        part: Literal["train", "valid", "test"],
-        weights: Sequence[float] | None,
-        samples: int | None,
-        eod_id: int | None,
-    ) -> OrderedSource:
-        """Builds a split of the blend; without weights, all of every corpus that has a weight."""
-        used = [
-            path
-            for path, weight in zip(
-                self.paths, self.weights or [1.0] * len(self.paths), strict=True
-            )
-            if weight > 0 or weights is not None
-        ]
-        make = [partial(self._build_one, path, part, eod_id) for path in used]
-        return build_blend(make, weights, samples, names=used)
-
-    def _build_one(
-        self, path: str, part: str, eod_id: int | None, samples: int | None
-    ) -> GPTDataset:
-        indexed = IndexedDataset(path)
-        ranges = split_ranges(self.split, len(indexed))._asdict()
-        return GPTDataset(
-            indexed,
-            ranges[part],
-            samples,
-            self.seq_length,
-            self.seed,
-            eod_mask_loss=self.eod_mask_loss,
-            reset_position_ids=self.reset_position_ids,
-            eod_id=eod_id,
-            drop_last=part == "train",  # elsewhere every token counts
-            cache_dir=self.cache_dir,
-        )
+    # ------------------------------------------------------------------ loaders
 
     def train_dataloader(self) -> StatefulLoader:
         """Returns the loader of this rank's share, at the position of the checkpoint or of the last
@@ -247,24 +185,23 @@ class PretrainingDataModule(LightningDataModule):
         return self._loader
 
     def val_dataloader(self) -> StatefulLoader | list[StatefulLoader]:
-        """Returns the loader of one pass over the validation split; an empty list when the split is
-        empty.
+        """Returns the loader of one pass over the validation data; a list of loaders when there are
+        several sets, an empty one when there is no sample.
         """
-        assert self._valid is not None, "setup('fit') or setup('validate') comes first"
-        return self._evaluation_loader(self._valid)
+        return self._evaluation_loaders("valid")
 
     def test_dataloader(self) -> StatefulLoader | list[StatefulLoader]:
-        """Returns the loader of one pass over the test split; an empty list when the split is
-        empty.
-        """
-        assert self._test is not None, "setup('test') comes first"
-        return self._evaluation_loader(self._test)
+        """Returns the loader of one pass over the test data, as `val_dataloader`."""
+        return self._evaluation_loaders("test")
 
-    def _evaluation_loader(self, dataset: OrderedSource) -> StatefulLoader | list[StatefulLoader]:
-        if len(dataset) == 0:
-            return []
-        # No larger than the split needs: a batch of mostly padding would cost as much as a full
-        # one.
+    def _evaluation_loaders(self, part: EvaluationPart) -> StatefulLoader | list[StatefulLoader]:
+        assert part in self._evaluation, "setup comes first"
+        sources = self._evaluation[part].values()
+        loaders = [self._evaluation_loader(source) for source in sources if len(source)]
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    def _evaluation_loader(self, dataset: OrderedSource) -> StatefulLoader:
+        # No larger than the data needs: a batch of mostly padding would cost as much as a full one.
         unit = self.micro_batch_size * self._dp()[1]
         batch = min(self.global_batch_size, -(-len(dataset) // unit) * unit)
         sampler = self._sampler(len(dataset), batch, shuffle=False, drop_last=False)
@@ -283,7 +220,7 @@ class PretrainingDataModule(LightningDataModule):
             dp_size=size,
             seed=self.seed,
             shuffle=shuffle,
-            shuffle_first_epoch=False,  # the data set itself is shuffled
+            shuffle_first_epoch=self.shuffle_first_epoch,
             drop_last=drop_last,
         )
 
@@ -292,13 +229,26 @@ class PretrainingDataModule(LightningDataModule):
     ) -> StatefulLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StatefulLoader(
-            dataset, sampler, restart=restart, num_workers=self.num_workers, pin_memory=on_gpu
+            dataset,
+            sampler,
+            restart=restart,
+            num_workers=self.num_workers,
+            pin_memory=on_gpu,
+            collate=self.collate,
         )
 
     def _dp(self) -> tuple[int, int]:
         """Returns rank and size on the data-parallel axis, as the strategy defines them."""
         layout = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (0, 1) if layout is None else (layout["rank"], layout["num_replicas"])
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def consumed_samples(self) -> int:
+        """Training sequences delivered to all ranks since the run began."""
+        state = self.state_dict().get("loader")
+        return state["consumed_samples"] if state else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the training data, equal on all ranks; empty before training."""
@@ -307,11 +257,11 @@ class PretrainingDataModule(LightningDataModule):
         assert self._train is not None  # a loader has a data set
         return {"loader": self._loader.state_dict(), "train_order": self._train.fingerprint}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Lets the next training loader continue at the saved position, and warns when the order
         changed.
         """
-        self._loaded = state_dict
+        self._loaded = dict(state_dict)
         if self._train is not None and state_dict["train_order"] != self._train.fingerprint:
             rank_zero_warn(
                 "The order of the training samples is not the one of the checkpoint (other data, "

@@ -1,0 +1,6 @@
+"""Lightning data modules."""
+
+from megatron_lightning.data.modules.base import TokenDataModule
+from megatron_lightning.data.modules.pretraining import PretrainingDataModule
+
+__all__ = ["PretrainingDataModule", "TokenDataModule"]
