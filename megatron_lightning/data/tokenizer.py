@@ -72,6 +72,22 @@ class ByteTokenizer:
         """Returns the UTF-8 bytes of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Returns for each text the ids of `encode`, and begin and end of each token in the text,
+        in characters.
+        """
+        found = []
+        for text in texts:
+            sizes = [len(character.encode("utf-8")) for character in text]
+            spans = [(n, n + 1) for n, size in enumerate(sizes) for _ in range(size)]
+            found.append((self.encode(text), spans))
+        return found
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """Special tokens in front of a text: none."""
+        return []
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text; broken characters become U+FFFD, the end of document is left out."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -114,6 +130,19 @@ class FileTokenizer:
         """Returns the ids of each text."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Returns for each text the ids of `encode`, and begin and end of each token in the text,
+        in characters.
+        """
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """Special tokens that the tokenizer puts in front of a text; none for many tokenizers."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        return encoding.ids[: encoding.special_tokens_mask.index(0)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids, without special tokens."""
