@@ -17,8 +17,16 @@ from megatron_lightning.data.gpt_index import (
     build_shuffle_index,
     plan_epochs,
 )
-from megatron_lightning.data.indexed import IndexedDataset, best_dtype
-from megatron_lightning.data.indexed_writer import IndexedDatasetWriter, merge
+from megatron_lightning.data.indexed import (
+    BlockCache,
+    CorpusInfo,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    best_dtype,
+    corpus_info,
+    merge,
+    split_documents,
+)
 from megatron_lightning.data.loader import StatefulLoader
 from megatron_lightning.data.modules import PretrainingDataModule, TokenDataModule
 from megatron_lightning.data.preprocess import preprocess_jsonl
@@ -37,7 +45,9 @@ __all__ = [
     "PADDING",
     "BlendIndex",
     "BlendedDataset",
+    "BlockCache",
     "ByteTokenizer",
+    "CorpusInfo",
     "DataCard",
     "EpochPlan",
     "FileTokenizer",
@@ -58,6 +68,7 @@ __all__ = [
     "build_sample_index",
     "build_shuffle_index",
     "card_path",
+    "corpus_info",
     "epoch_order",
     "load_tokenizer",
     "merge",
@@ -67,6 +78,7 @@ __all__ = [
     "preprocess_jsonl",
     "python_help_texts",
     "read_card",
+    "split_documents",
     "split_ranges",
     "train_byte_bpe",
     "write_card",

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.data.files import is_file, read_text
+
 CARD_VERSION = 1
 
 
@@ -73,11 +75,11 @@ def read_card(prefix: str | os.PathLike[str]) -> DataCard | None:
     Raises:
         ValueError: the file is no data card of a known version.
     """
-    path = card_path(prefix)
-    if not path.is_file():
+    path = f"{os.fspath(prefix)}.card.json"
+    if not is_file(path):
         return None
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(path))
         if fields["card_version"] != CARD_VERSION:
             raise ValueError(f"version {fields['card_version']}, known is {CARD_VERSION}")
         return DataCard(**fields)

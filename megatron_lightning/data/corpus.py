@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lightning.data.card import DataCard, card_path, read_card
-from megatron_lightning.data.indexed import bin_path, missing_files
+from megatron_lightning.data.card import DataCard, read_card
+from megatron_lightning.data.files import file_size
+from megatron_lightning.data.indexed import missing_files
 from megatron_lightning.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -51,8 +52,9 @@ def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None
             errors.append(f"tokenizer: {error}")
     for path in paths:
         if missing := missing_files(path):
-            names = ", ".join(str(name) for name in missing)
-            errors.append(f"paths: no {names}: give the path of a .bin/.idx pair without suffix")
+            errors.append(
+                f"paths: no {', '.join(missing)}: give the path of a .bin/.idx pair without suffix"
+            )
             continue
         try:
             card = read_card(path)
@@ -61,13 +63,13 @@ def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None
             continue
         if card is None:
             continue
-        size = bin_path(path).stat().st_size
+        size = file_size(f"{path}.bin")
         if size != card.bin_bytes:
             errors.append(
-                f"paths: {bin_path(path)} has {size} bytes, {card_path(path)} describes "
+                f"paths: {path}.bin has {size} bytes, {path}.card.json describes "
                 f"{card.bin_bytes}: the card belongs to another corpus"
             )
-        said = (str(card_path(path)), card.tokenizer_digest)
+        said = (f"{path}.card.json", card.tokenizer_digest)
         if first is not None and first[1] != said[1]:
             errors.append(
                 f"tokenizer: {said[0]} says the data was made with {card.tokenizer} ({said[1]}), "

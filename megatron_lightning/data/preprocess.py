@@ -20,8 +20,12 @@ from numpy.typing import NDArray
 
 from megatron_lightning import __version__
 from megatron_lightning.data.card import DataCard, card_path, file_digest, write_card
-from megatron_lightning.data.indexed import best_dtype, bin_path, idx_path
-from megatron_lightning.data.indexed_writer import IndexedDatasetWriter
+from megatron_lightning.data.indexed import (
+    IndexedDatasetWriter,
+    best_dtype,
+    bin_path,
+    idx_path,
+)
 from megatron_lightning.data.tokenizer import Tokenizer, load_tokenizer
 
 _CHUNK_BYTES = 1 << 20  # text handed to a worker at a time

@@ -7,6 +7,7 @@ data is therefore a prefix of the corpus, and nothing is shuffled across splits.
 
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -46,8 +47,25 @@ def split_ranges(split: str, count: int) -> Splits:
     Raises:
         ValueError: see `parse_split`.
     """
+    return Splits(*_runs(parse_split(split), count))
+
+
+def share_ranges(shares: Sequence[float], count: int) -> list[range]:
+    """Returns runs of `count` elements in proportion to any number of shares, by the same
+    arithmetic.
+
+    Raises:
+        ValueError: no share, a negative or infinite one, or a sum of zero.
+    """
+    total = math.fsum(shares)
+    if not all(math.isfinite(share) and share >= 0 for share in shares) or total <= 0:
+        raise ValueError(f"shares={list(shares)} must be finite, not negative, with a positive sum")
+    return _runs([share / total for share in shares], count)
+
+
+def _runs(shares: Sequence[float], count: int) -> list[range]:
     edges, end = [0], 0.0
-    for share in parse_split(split):
+    for share in shares:
         end += share
         edges.append(int(round(end * float(count))))
-    return Splits(*(range(low, high) for low, high in zip(edges, edges[1:], strict=False)))
+    return [range(low, high) for low, high in zip(edges, edges[1:], strict=False)]
