@@ -1,18 +1,20 @@
 """Putting a checkpoint in place so that a crash at any instant leaves a valid one.
 
 A checkpoint `NAME` is written into the hidden folder `.staging-NAME-<token>` beside it, which no
-pattern for checkpoints matches. When all is on disk and the manifest is written, an older `NAME` is
-renamed to `.replaced-NAME-<token>`, the staged folder to `NAME`, and the older one deleted. Renames
-within a folder are atomic. `recover` finishes or undoes whatever was interrupted: a staged folder
-with a complete manifest is finished, any other is deleted.
+pattern for checkpoints matches. When all is on disk and the manifest is written, the staged folder
+is renamed to `NAME`; an older `NAME` changes places with it, is renamed to `.replaced-NAME-<token>`
+and deleted. Renames within a folder are atomic. `recover` finishes or undoes whatever was
+interrupted: a staged folder with a complete manifest is finished, any other is deleted.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
 import secrets
 import shutil
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from megatron_lightning.checkpoint.manifest import (
 
 _Role = Literal["staging", "replaced", "removing"]
 _log = logging.getLogger(__name__)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _HIDDEN = re.compile(r"\.(staging|replaced|removing)-(.+)-([0-9a-f]{8})")
 
 
@@ -150,21 +153,42 @@ def _swap(staging: Path, target: Path) -> None:
     assert match is not None
     older = _beside(target, "replaced", match[3])
     replaces = _exists(target)
+    exchanged = replaces and _exchange(staging, target)
+    if not exchanged:
+        _replace(staging, target, older if replaces else None)
+    sync_folder(target.parent)
     if replaces:
+        try:
+            if exchanged:
+                os.rename(staging, older)
+            _delete(older)
+        except OSError as error:  # the new checkpoint is in place; `recover` deletes the rest
+            _log.warning("could not delete %s, which a newer checkpoint replaced: %s", older, error)
+
+
+def _replace(staging: Path, target: Path, older: Path | None) -> None:
+    """Two renames, between which `target` is not there for an instant."""
+    if older is not None:
         os.rename(target, older)
         sync_folder(target.parent)
     try:
         os.rename(staging, target)
     except OSError:
-        if replaces:
+        if older is not None:
             os.rename(older, target)
         raise
-    sync_folder(target.parent)
-    if replaces:
-        try:
-            _delete(older)
-        except OSError as error:  # the new checkpoint is in place; `recover` deletes the rest
-            _log.warning("could not delete %s, which a newer checkpoint replaced: %s", older, error)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths change places at once; False where system or file system can't."""
+    if sys.platform != "linux":
+        return False
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # an old C library
+        return False
+    result = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return result == 0
 
 
 def _check_replaceable(target: Path) -> None:

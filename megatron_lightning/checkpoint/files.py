@@ -10,62 +10,32 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from megatron_lightning.checkpoint.boxes import Box, row_major_strides
+from megatron_lightning.checkpoint.data_file import BLOCK, DATA_HEADER, DataFile
 from megatron_lightning.checkpoint.errors import CheckpointError
 
-DATA_HEADER = b"megatron_lightning tensors, version 1\n".ljust(64, b"\0")
-"""The first bytes of each data file, so that a file of another kind is noticed whatever its size.
-"""
-_ALIGNMENT = 64  # bytes; a box can be mapped or read directly for any dtype
-_BLOCK = 16 * 2**20  # bytes copied at a time
+_BLOCK = BLOCK
 
 
-class DataFileWriter:
-    """A new data file; boxes are appended one after the other."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
-        self.size = 0
-        self.crc32 = 0
-        self._append(DATA_HEADER)
+class DataFileWriter(DataFile):
+    """A new data file, written from tensors."""
 
     def write(self, view: torch.Tensor) -> tuple[int, int, int]:
         """Append the elements of `view` (any device, strides and dtype) in row-major order.
 
         Returns the position of the first byte, the number of bytes and their CRC-32.
         """
-        self._append(bytes(-self.size % _ALIGNMENT))
-        start, crc = self.size, 0
+        start, crc = self.begin_box(), 0
         flat = flatten(view)
         for block in flat.split(max(1, _BLOCK // flat.element_size())):
             data = block.cpu().view(torch.uint8).numpy().data
             crc = zlib.crc32(data, crc)
             self._append(data)
+        self.end_box(start, crc)
         return start, self.size - start, crc
-
-    def _append(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += len(data)
-
-    def __enter__(self) -> "DataFileWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; on success only after the bytes have reached the disk."""
-        with self._file:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:

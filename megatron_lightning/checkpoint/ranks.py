@@ -8,6 +8,7 @@ file.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_lightning.checkpoint.errors import CheckpointError
@@ -99,6 +100,16 @@ class RankGroup:
         if text is not None:
             _raise(step, f"rank 0: {text}", error)
         return value
+
+    def minimum(self, *votes: bool) -> tuple[bool, ...]:
+        """Whether all ranks say yes, to each of several questions: one small reduction."""
+        if self.size == 1:
+            return votes
+        carries_cpu = "gloo" in dist.get_backend_config(self._group)
+        device = "cpu" if carries_cpu else torch.device("cuda", torch.cuda.current_device())
+        tally = torch.tensor(votes, dtype=torch.int32, device=device)
+        dist.all_reduce(tally, op=dist.ReduceOp.MIN, group=self._group)
+        return tuple(map(bool, tally.tolist()))
 
     def _broadcast(self, objects: list[Any]) -> list[Any]:
         dist.broadcast_object_list(objects, src=self._first, group=self._group)

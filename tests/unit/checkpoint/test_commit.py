@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_lightning.checkpoint import (
+    commit,
     is_checkpoint,
     load_metadata,
     recover,
@@ -73,6 +74,7 @@ def test_a_link_is_replaced_and_its_goal_kept(tmp_path: Path) -> None:
 def test_a_failed_rename_puts_the_older_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(commit, "_exchange", lambda *_: False)
     path, rename = make(tmp_path / "a.ckpt", 1), os.rename
 
     def failing(source: Path, target: Path) -> None:
