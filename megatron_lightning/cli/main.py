@@ -32,6 +32,7 @@ COMMANDS = {
     "preprocess": Command("preprocess", "JSON lines to an indexed corpus, tokenizer included"),
     "generate": Command("generate", "continue a prompt with the model of a checkpoint"),
     "inspect": Command("inspect", "say what is in a checkpoint or a corpus"),
+    "convert": Command("convert", "write a checkpoint in another form, or read another program's"),
     "plan": Command("plan", "check a layout and show what it needs, without GPUs"),
     "verify": Command("verify", "check that layouts train exactly as one process does"),
     "quickstart": Command("quickstart", "train, resume in another layout and generate, in minutes"),

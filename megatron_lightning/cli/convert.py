@@ -1,0 +1,157 @@
+"""`megatron-lightning convert`: a checkpoint in another form, or from another program.
+
+Works in one process, without ranks or GPUs, and holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_lightning.cli.errors import Parser, UserError, wrong_input
+
+if TYPE_CHECKING:
+    from megatron_lightning.checkpoint.convert import Conversion
+    from megatron_lightning.config.model import GPTConfig
+
+SOURCES = ("native", "safetensors", "torch-dcp", "megatron-core", "lightning")
+TARGETS = ("native", "safetensors", "torch-dcp")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: list[str]) -> None:
+    """Convert and say what was written."""
+    options = _parser().parse_args(arguments)
+    from megatron_lightning.checkpoint import CheckpointError
+    from megatron_lightning.checkpoint.convert import convert
+
+    with wrong_input(CheckpointError):
+        content = convert(
+            options.source,
+            options.target,
+            source_kind=options.source_kind,
+            target_kind=options.target_kind,
+            how=_conversion(options),
+        )
+    weights = sum(name.startswith("model.") for name in content.tensors)
+    rest = len(content.tensors) - weights
+    print(f"{options.target}: {weights} tensors of weights, {rest} others, from {options.source}")
+
+
+def _conversion(options: Namespace) -> Conversion:
+    import torch
+
+    from megatron_lightning.checkpoint.convert import Conversion
+
+    arguments, shapes = _module(options)
+    dtype, moments = options.dtype, options.moments_dtype
+    return Conversion(
+        weights_only=options.weights_only,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        moments_dtype=None if moments is None else getattr(torch, moments),
+        files=options.files,
+        allow_pickle=options.allow_pickle,
+        hyper_parameters=arguments,
+        shapes=shapes,
+        group_of=_group_of,
+    )
+
+
+def _module(
+    options: Namespace,
+) -> tuple[dict[str, Any] | None, dict[str, tuple[int, ...]] | None]:
+    """Constructor arguments of the module that is asked for, and its shapes; None if none is."""
+    given = [name for name in ("config", "preset", "like") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"--{', --'.join(given)}: give one of them")
+    if not given:
+        return None, None
+    from megatron_lightning.models import GPTModel
+
+    arguments = _like(options.like) if options.like else {"config": _gpt_config(options)}
+    return arguments, GPTModel(**arguments).global_shapes()
+
+
+def _gpt_config(options: Namespace) -> GPTConfig:
+    from megatron_lightning.models import preset_config
+
+    if options.preset is not None:
+        with wrong_input():
+            return preset_config(options.preset)
+    import yaml
+
+    from megatron_lightning.cli.plan_request import build_config, read_config
+    from megatron_lightning.config.model import GPTConfig
+
+    path = Path(options.config)
+    if not path.is_file():
+        raise UserError(f"--config {path}: there is no such file")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not YAML or JSON: {error}") from error
+    if not isinstance(content, Mapping):
+        raise UserError(f"--config {path}: not a mapping; give the fields of a GPTConfig")
+    if "model" not in content:
+        return build_config(GPTConfig, content, f"--config {path}")
+    found = read_config(str(path))
+    if "model" not in found:
+        raise UserError(f"--config {path}: its model section gives no config and no preset")
+    return found["model"]
+
+
+def _like(checkpoint: str) -> dict[str, Any]:
+    """Constructor arguments of the module of a native checkpoint."""
+    from megatron_lightning.checkpoint import CheckpointError, load_objects
+    from megatron_lightning.checkpoint.config_codec import CODEC
+    from megatron_lightning.config.model import GPTConfig
+
+    with wrong_input(CheckpointError):
+        arguments = load_objects(checkpoint, codec=CODEC).get("hyper_parameters") or {}
+    if not isinstance(arguments.get("config"), GPTConfig):
+        raise UserError(f"--like {checkpoint}: it does not hold a GPTModel")
+    return {name: value for name, value in arguments.items() if not name.startswith("_")}
+
+
+def _group_of(hyper_parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> str:
+    """The group into which `build_optimizer` puts a parameter."""
+    from megatron_lightning.config.training import OptimizerConfig
+    from megatron_lightning.optim.build import decays
+
+    config = hyper_parameters.get("optimizer")
+    if not isinstance(config, OptimizerConfig):
+        config = OptimizerConfig()
+    return "decay" if decays(name, shape, config) else "no_decay"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "convert",
+        "Write a checkpoint in another form, or read one of another program. The target appears "
+        "when it is complete.",
+    )
+    add = parser.add_argument
+    add("source", help="checkpoint folder or file; its kind is found by looking")
+    add("target", help="new folder, or file NAME.safetensors (weights only)")
+    add("--from", dest="source_kind", choices=SOURCES, help="kind of the source")
+    add(
+        "--to",
+        dest="target_kind",
+        choices=TARGETS,
+        help="kind of the target (default: safetensors by its suffix, else native)",
+    )
+    add("--weights-only", action="store_true", help="leave optimizer and schedules behind")
+    add("--dtype", choices=DTYPES, help="of the weights (default: as they are stored)")
+    add("--moments-dtype", choices=DTYPES, help="of the optimizer's state (default: as stored)")
+    add("--files", type=int, default=1, metavar="N", help="data files of a native checkpoint")
+    add("--config", metavar="FILE", help="config of the model: a GPTConfig's fields, or a fit file")
+    add("--preset", metavar="NAME", help="config of the model by the name of its architecture")
+    add("--like", metavar="CKPT", help="config of the model: that of a native checkpoint")
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="read kinds that are made of pickles; nothing in them is run",
+    )
+    return parser
