@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_lightning.data.account import SampleNote, read_sample
 from megatron_lightning.data.cache import key_digest
 
 SURPLUS = 0.005  # share of samples asked of each source beyond its due
@@ -205,6 +206,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
                 "or the number of samples, or give it a larger split"
             )
         self.sources, self.index, self.counts, self._rule = list(sources), index, counts, rule
+        self.source_names = tuple(names)
 
     @property
     def fingerprint(self) -> str:
@@ -218,11 +220,17 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Returns the sample of the source that is due."""
+        return self.read(index)[0]
+
+    def read(self, index: int) -> tuple[dict[str, Tensor], SampleNote]:
+        """Returns the sample of the source that is due, and the note about it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
-        source = self.sources[int(self.index.dataset_index[index])]
+        number = int(self.index.dataset_index[index])
+        source = self.sources[number]
         assert source is not None  # checked against the counts
-        return source[int(self.index.dataset_sample_index[index])]
+        sample, note = read_sample(source, int(self.index.dataset_sample_index[index]))
+        return sample, note._replace(source=number)
 
 
 def build_blend(

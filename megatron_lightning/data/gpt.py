@@ -5,6 +5,7 @@ attention over packed documents takes their boundaries.
 """
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_lightning.data.account import SampleNote
 from megatron_lightning.data.cache import Arrays, array_digest, cached_arrays, key_digest
 from megatron_lightning.data.gpt_index import (
     build_document_index,
@@ -45,6 +47,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         drop_last: leave out a last sample that is not full (else it is filled up, outside the
             loss).
         cache_dir: folder that keeps the index arrays, see `cache`.
+        name: of the corpus, in the accounts of batches.
 
     Raises:
         ValueError: an option is out of range, or samples are asked of an empty split.
@@ -65,6 +68,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         add_extra_token: bool = True,
         drop_last: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
+        name: str = "data",
     ) -> None:
         if seq_length < 1:
             raise ValueError(f"seq_length={seq_length} must be at least 1 token")
@@ -104,6 +108,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             "drop_last": drop_last,
             "seed": seed,
         }
+        self.source_names: Sequence[str] = (name,)
         self._range, self._seed, self._drop_last = sequence_range, seed, drop_last
         arrays = cached_arrays(cache_dir, self._key, self._build)
         self.document_index = arrays["document_index"]
@@ -131,9 +136,16 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Returns `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each (S,)."""
+        return self.read(index)[0]
+
+    def read(self, index: int) -> tuple[dict[str, Tensor], SampleNote]:
+        """Returns the sample and the note about it: documents that begin among its inputs, and its
+        epoch by its place in the stream of all epochs.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
-        text = self._read(int(self.shuffle_index[index]))
+        sample = int(self.shuffle_index[index])
+        text = self._read(sample)
         length = self._seq_length
         filled = len(text)
         if filled < length + 1:  # a partial last sample, or no extra token for the last label
@@ -146,7 +158,9 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         if self._pad_id is not None:
             loss_mask[labels == self._pad_id] = 0.0
         positions = _positions(tokens, self._eod_id if self._reset_position_ids else None)
+        padding = max(length - filled, 0)
         if self._pad_id is not None:
+            padding += int(np.count_nonzero(tokens[:filled] == self._pad_id))
             tokens[tokens == self._pad_id] = 0
             labels[labels == self._pad_id] = 0
         return {
@@ -154,7 +168,17 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.from_numpy(positions),
-        }
+        }, self._note(sample, padding)
+
+    def _note(self, sample: int, padding: int) -> SampleNote:
+        (first, offset), (last, stop) = self.sample_index[sample : sample + 2].tolist()
+        epochs = self.epoch_plan.num_epochs
+        return SampleNote(
+            epoch=min(sample * self._seq_length // self.tokens_per_epoch, epochs - 1),
+            epochs=epochs,
+            documents=last - first + (offset == 0) - (stop == 0),
+            padding=padding,
+        )
 
     def _read(self, sample: int) -> NDArray[np.int64]:
         """Returns the stream's tokens from sample `sample` to the next, and the extra one."""

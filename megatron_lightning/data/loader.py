@@ -18,14 +18,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_lightning.data.account import (
+    ACCOUNT,
+    account_row,
+    batch_account,
+    padding_row,
+    read_sample,
+    source_names,
+)
 from megatron_lightning.data.blend import SampleSource
 from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler
 
 Batch = dict[str, Tensor]
+
+
+class DataWorkerError(RuntimeError):
+    """A process that reads ahead for a loader was killed or ended."""
 
 
 @dataclass(kw_only=True)
@@ -73,12 +87,13 @@ class StatefulLoader:
         collate: Callable[[Sequence[dict[str, Tensor]]], Batch] = stack_samples,
     ) -> None:
         self._batches = sampler
-        self._loader: DataLoader[Batch] = DataLoader(
-            _PaddedDataset(dataset),
+        self._names = tuple(source_names(dataset))
+        self._loader: DataLoader[Any] = DataLoader(
+            _NotedDataset(dataset),
             batch_sampler=sampler,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            collate_fn=collate,
+            collate_fn=_Collate(collate),
         )
         self._restart = restart
         self._loaded_pass: int | None = None  # pass in which a loaded position was saved
@@ -105,20 +120,39 @@ class StatefulLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields batches of dicts; tokens, labels, position_ids and loss_mask are (B, S)."""
+        """Yields batches of dicts; tokens, labels, position_ids and loss_mask are (B, S), and
+        `account` is what each sample is and counts for.
+        """
         self._begin_pass()
         at = self.position
-        step, total = self._batches.global_batch_size, self._batches.num_samples
+        total = self._batches.num_samples
         while at.batches_in_pass < len(self):
-            self._seek()
-            for batch in self._loader:
-                delivered = min(step, total - at.consumed_in_epoch)
+            left_out = self._seek()
+            for batch, rows in self._read():
+                size = self._batches.schedule.at(at.consumed_samples)
+                delivered = min(size, total - at.consumed_in_epoch)
                 at.consumed_in_epoch += delivered
                 at.consumed_samples += delivered
                 at.batches_in_pass += 1
-                yield batch
+                account = batch_account(rows, self._names, epoch=at.epoch, left_out=left_out)
+                left_out = 0
+                # first: Lightning infers the number of samples from the first tensor it meets
+                yield {ACCOUNT: account, **batch}  # type: ignore[dict-item]
                 if at.batches_in_pass >= len(self):
                     return
+
+    def _read(self) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        try:
+            yield from self._loader
+        except RuntimeError as error:
+            if "worker" not in str(error):
+                raise
+            raise DataWorkerError(
+                f"a process that reads the training data ended: {error}. Nothing is lost: the order"
+                " of the samples does not depend on these processes, so a run that is resumed from"
+                " its last checkpoint reads what this one would have. If memory ran out, lower"
+                f" num_workers={self._loader.num_workers}"
+            ) from error
 
     def _begin_pass(self) -> None:
         """Starts the count of a new pass, unless the loaded position lies within this one."""
@@ -129,12 +163,17 @@ class StatefulLoader:
         if self._restart:
             at.epoch, at.consumed_in_epoch = 0, 0
 
-    def _seek(self) -> None:
-        """Points the sampler at the position, which may be the start of the next epoch."""
-        at = self.position
-        if self._batches.batches_after(at.consumed_in_epoch) == 0:
+    def _seek(self) -> int:
+        """Points the sampler at the position, which may be the start of the next epoch. Returns the
+        samples of the last epoch that filled no batch.
+        """
+        at, batches, left_out = self.position, self._batches, 0
+        if batches.batches_after(at.consumed_in_epoch, at.consumed_samples) == 0:
+            left_out = max(0, batches.num_samples - at.consumed_in_epoch)
             at.epoch, at.consumed_in_epoch = at.epoch + 1, 0
-        self._batches.epoch, self._batches.start = at.epoch, at.consumed_in_epoch
+        batches.epoch, batches.start = at.epoch, at.consumed_in_epoch
+        batches.consumed = at.consumed_samples
+        return left_out
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position: equal on all ranks, independent of the layout."""
@@ -158,8 +197,8 @@ class StatefulLoader:
         self._loaded_pass = self.position.pass_number
 
 
-class _PaddedDataset(Dataset[dict[str, Tensor]]):
-    """The data set, with sample `PADDING`: the first one without any loss."""
+class _NotedDataset(Dataset[tuple[dict[str, Tensor], list[int]]]):
+    """Samples with their rows for the account; sample `PADDING` is the first one without loss."""
 
     def __init__(self, dataset: SampleSource) -> None:
         self._dataset = dataset
@@ -167,8 +206,22 @@ class _PaddedDataset(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], list[int]]:
         if index != PADDING:
-            return self._dataset[index]
+            sample, note = read_sample(self._dataset, index)
+            return sample, account_row(index, sample, note)
         first = self._dataset[0]
-        return {**first, "loss_mask": torch.zeros_like(first["loss_mask"])}
+        return {**first, "loss_mask": torch.zeros_like(first["loss_mask"])}, padding_row()
+
+
+class _Collate:
+    """Makes the batch and its rows; travels to worker processes."""
+
+    def __init__(self, collate: Callable[[Sequence[dict[str, Tensor]]], Batch]) -> None:
+        self._collate = collate
+
+    def __call__(
+        self, samples: Sequence[tuple[dict[str, Tensor], list[int]]]
+    ) -> tuple[Batch, NDArray[np.int64]]:
+        batch = self._collate([sample for sample, _ in samples])
+        return batch, np.array([row for _, row in samples], np.int64)

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from megatron_lightning.data.ramp import BatchSizeSchedule
+
 PADDING = -1
 """Index of a sample that only fills up the last batch; it must not count in any loss."""
 
@@ -26,11 +28,12 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.integer]:
 class GlobalBatchSampler(Sampler[list[int]]):
     """Batches of sample numbers: this rank's slice of one global batch after the other.
 
-    Iterating gives the batches of epoch `epoch` from sample `start` on.
+    Iterating gives the batches of epoch `epoch` from sample `start` on, when `consumed` samples
+    have been delivered since the run began (they decide the sizes of a schedule).
 
     Args:
         num_samples: samples in an epoch.
-        global_batch_size: samples in a batch of all ranks together.
+        global_batch_size: samples in a batch of all ranks together, or their schedule.
         dp_rank: this rank's place on the data-parallel axis.
         dp_size: size of the data-parallel axis.
         seed: of the shuffling.
@@ -42,14 +45,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
             batches.
 
     Raises:
-        ValueError: a size is not positive, the rank does not exist, or the batch does not divide by
+        ValueError: a size is not positive, the rank does not exist, or a batch does not divide by
             the ranks.
     """
 
     def __init__(
         self,
         num_samples: int,
-        global_batch_size: int,
+        global_batch_size: int | BatchSizeSchedule,
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -62,35 +65,50 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ValueError(f"num_samples={num_samples} must not be negative")
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank={dp_rank} must be between 0 and dp_size - 1 = {dp_size - 1}")
-        if global_batch_size < 1 or global_batch_size % dp_size:
-            raise ValueError(
-                f"global_batch_size={global_batch_size} must be a positive multiple of the "
-                f"{dp_size} data-parallel ranks, such as "
-                f"{dp_size * max(1, global_batch_size // dp_size)}"
-            )
-        self.num_samples, self.global_batch_size = num_samples, global_batch_size
+        if isinstance(global_batch_size, int):
+            global_batch_size = BatchSizeSchedule.constant(global_batch_size)
+        for size in global_batch_size.sizes:
+            if size < 1 or size % dp_size:
+                raise ValueError(
+                    f"global_batch_size={size} must be a positive multiple of the {dp_size} "
+                    f"data-parallel ranks, such as {dp_size * max(1, size // dp_size)}"
+                )
+        self.num_samples, self.schedule = num_samples, global_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.drop_last = seed, drop_last
         self._shuffle, self._shuffle_first_epoch = shuffle, shuffle_first_epoch
-        self.epoch, self.start = 0, 0
+        self.epoch, self.start, self.consumed = 0, 0, 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Batches in the first epoch; in a later one of a growing schedule there are fewer."""
         return self.batches_after(0)
 
-    def batches_after(self, start: int) -> int:
-        """Returns the number of batches in an epoch from sample `start` on."""
+    def batches_after(self, start: int, consumed: int | None = None) -> int:
+        """Returns the batches of an epoch from sample `start` on, which `consumed` samples of the
+        run come before (None: those of this epoch).
+        """
+        consumed = start if consumed is None else consumed
         left = max(self.num_samples - start, 0)
-        return (
-            left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
-        )
+        whole = self.schedule.batches_until(consumed + left, consumed)
+        if self.drop_last:
+            return whole
+        return whole + (self.schedule.samples_after(whole, consumed) < consumed + left)
+
+    def global_batches(self, start: int, consumed: int) -> Iterator[tuple[int, int]]:
+        """Yields (first sample, size) of the batches in an epoch from sample `start` on."""
+        while (left := self.num_samples - start) > 0:
+            size = self.schedule.at(consumed)
+            if left < size and self.drop_last:
+                return
+            yield start, size
+            start, consumed = start + size, consumed + size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's sample numbers, global_batch_size / dp_size a batch."""
-        share = self.global_batch_size // self.dp_size
+        """Yields this rank's sample numbers, a batch's size / dp_size each time."""
         order = self._order()
-        for number in range(self.batches_after(self.start)):
-            begin = self.start + number * self.global_batch_size + self.dp_rank * share
+        for start, size in self.global_batches(self.start, self.consumed):
+            share = size // self.dp_size
+            begin = start + self.dp_rank * share
             held = order[begin : begin + share].tolist()
             yield held + [PADDING] * (share - len(held))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_lightning.data.blend import OrderedSource
 from megatron_lightning.data.loader import Batch, StatefulLoader, stack_samples
+from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.samplers import GlobalBatchSampler
 
 EvaluationPart = Literal["valid", "test"]
@@ -30,6 +31,8 @@ class TokenDataModule(LightningDataModule):
         seq_length: tokens a sample.
         micro_batch_size: sequences per data-parallel rank per forward.
         global_batch_size: sequences per batch of all ranks together.
+        rampup_batch_size: smaller batches at first: `[start, increment, samples]` as Megatron's
+            option of this name, or steps `[[0, size], [sample, size], ...]`.
         num_train_samples: sequences to train on; None means what `Trainer(max_steps)` needs, or one
             pass over the training data when that is not set.
         seed: of the order of the samples, 0 to 2^32 - 1.
@@ -46,11 +49,13 @@ class TokenDataModule(LightningDataModule):
         micro_batch_size: int,
         global_batch_size: int,
         *,
+        rampup_batch_size: Rampup | None = None,
         num_train_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        self.rampup_batch_size = rampup_batch_size
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.global_batch_size, self.seed = global_batch_size, seed
         self.num_train_samples, self.num_workers = num_train_samples, num_workers
@@ -100,6 +105,8 @@ class TokenDataModule(LightningDataModule):
                 f"global_batch_size={batch} must be a multiple of micro_batch_size={micro}, such "
                 f"as {-(-batch // micro) * micro}"
             )
+        if micro > 0 and batch > 0:
+            errors += self._rampup_errors()
         if not 0 <= self.seed < 2**32:
             errors.append(f"seed={self.seed} must be between 0 and {2**32 - 1}")
         return errors
@@ -124,15 +131,37 @@ class TokenDataModule(LightningDataModule):
             errors += self._batch_errors(data_parallel_size)
         return errors
 
+    def _rampup_errors(self) -> list[str]:
+        try:
+            sizes = self.batch_size_schedule.sizes[:-1]
+        except ValueError as error:
+            return [str(error)]
+        return [
+            f"rampup_batch_size: {size} must be a multiple of "
+            f"micro_batch_size={self.micro_batch_size}"
+            for size in sizes
+            if size % self.micro_batch_size
+        ]
+
     def _batch_errors(self, dp_size: int) -> list[str]:
         unit = self.micro_batch_size * dp_size
-        if self.global_batch_size % unit == 0:
-            return []
         return [
-            f"global_batch_size={self.global_batch_size} must be a multiple of micro_batch_size="
-            f"{self.micro_batch_size} x data_parallel_size={dp_size} = {unit}, such as "
-            f"{-(-self.global_batch_size // unit) * unit}"
+            f"{'global_batch_size=' if size == self.global_batch_size else 'rampup_batch_size: '}"
+            f"{size} must be a multiple of micro_batch_size={self.micro_batch_size} x "
+            f"data_parallel_size={dp_size} = {unit}, such as {-(-size // unit) * unit}"
+            for size in self.global_batch_sizes
+            if size % unit
         ]
+
+    @property
+    def batch_size_schedule(self) -> BatchSizeSchedule:
+        """Sequences per batch of all ranks together, by the samples consumed before it."""
+        return BatchSizeSchedule.parse(self.rampup_batch_size, self.global_batch_size)
+
+    @property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        """Every size that `batch_size_schedule` takes."""
+        return self.batch_size_schedule.sizes
 
     # ------------------------------------------------------------------ data sets
 
@@ -149,9 +178,9 @@ class TokenDataModule(LightningDataModule):
             self._train = self._build_train(wanted)
             length = len(self._train)
             self._train_samples = length if wanted is None else min(wanted, length)
-            if self._train_samples < self.global_batch_size:
+            if self._train_samples < (first := self.batch_size_schedule.at(0)):
                 raise ValueError(
-                    f"global_batch_size={self.global_batch_size}: the training data gives only "
+                    f"global_batch_size={first}: the training data gives only "
                     f"{self._train_samples} samples of {self.seq_length} tokens: lower the batch "
                     "size or seq_length, or ask for more with num_train_samples"
                 )
@@ -165,7 +194,7 @@ class TokenDataModule(LightningDataModule):
         if self.num_train_samples is not None or self.trainer is None or self.trainer.max_steps < 1:
             return self.num_train_samples
         batches = self.trainer.max_steps * self.trainer.accumulate_grad_batches
-        return batches * self.global_batch_size
+        return self.batch_size_schedule.samples_after(batches)
 
     # ------------------------------------------------------------------ loaders
 
@@ -176,7 +205,7 @@ class TokenDataModule(LightningDataModule):
         assert self._train is not None, "setup('fit') comes first"
         overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # pyright: ignore
         sampler = self._sampler(
-            self._train_samples, self.global_batch_size, shuffle=not overfit, drop_last=True
+            self._train_samples, self.batch_size_schedule, shuffle=not overfit, drop_last=True
         )
         position = self.state_dict().get("loader")
         self._loader = self._make_loader(self._train, sampler, restart=overfit)
@@ -208,7 +237,7 @@ class TokenDataModule(LightningDataModule):
         return self._make_loader(dataset, sampler, restart=True)
 
     def _sampler(
-        self, samples: int, batch: int, *, shuffle: bool, drop_last: bool
+        self, samples: int, batch: int | BatchSizeSchedule, *, shuffle: bool, drop_last: bool
     ) -> GlobalBatchSampler:
         rank, size = self._dp()
         if errors := self._batch_errors(size):

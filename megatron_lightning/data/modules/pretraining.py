@@ -9,6 +9,7 @@ from megatron_lightning.data.corpus import Vocabulary, corpus_errors, read_vocab
 from megatron_lightning.data.gpt import GPTDataset
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.modules.base import EvaluationPart, TokenDataModule
+from megatron_lightning.data.ramp import Rampup
 from megatron_lightning.data.splits import parse_split, split_ranges
 
 
@@ -29,6 +30,8 @@ class PretrainingDataModule(TokenDataModule):
         micro_batch_size: sequences per data-parallel rank per forward.
         global_batch_size: sequences per batch of all ranks together.
         split: shares of train, valid and test.
+        rampup_batch_size: smaller batches at first: `[start, increment, samples]` as Megatron's
+            option of this name, or steps `[[0, size], [sample, size], ...]`.
         num_train_samples: sequences to train on; None means what `Trainer(max_steps)` needs, or one
             pass over the training split when that is not set.
         seed: of the order of the samples, 0 to 2^32 - 1.
@@ -51,6 +54,7 @@ class PretrainingDataModule(TokenDataModule):
         global_batch_size: int,
         *,
         split: str = "969,30,1",
+        rampup_batch_size: Rampup | None = None,
         num_train_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
@@ -63,6 +67,7 @@ class PretrainingDataModule(TokenDataModule):
             seq_length,
             micro_batch_size,
             global_batch_size,
+            rampup_batch_size=rampup_batch_size,
             num_train_samples=num_train_samples,
             seed=seed,
             num_workers=num_workers,
@@ -142,4 +147,5 @@ class PretrainingDataModule(TokenDataModule):
             eod_id=eod_id,
             drop_last=part == "train",  # elsewhere every token counts
             cache_dir=self.cache_dir,
+            name=path,
         )
