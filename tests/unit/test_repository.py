@@ -22,10 +22,14 @@ READS_ENVIRONMENT = PACKAGE / "utils" / "env.py"
 # Optional packages, and the files (or packages) that may import them.
 OPTIONAL = {
     "transformer_engine": ("layers/te_backend.py", "precision/fp8.py"),
-    "transformers": ("bridge/", "data/tokenizer.py"),
+    "transformers": ("bridge/", "data/tokenizer/"),
     "flash_attn": ("layers/attention.py",),
     "mamba_ssm": ("layers/mamba.py",),
     "causal_conv1d": ("layers/mamba.py",),
+    "nltk": ("data/preprocessing/sentences.py",),
+    "sentencepiece": ("data/tokenizer/sentence_piece.py",),
+    "tiktoken": ("data/tokenizer/tiktoken_file.py",),
+    "zstandard": ("data/preprocessing/compressed.py",),
 }
 # Required, but slow to import and needed by few: never imported with the package.
 LAZY = ("datasets", "matplotlib", "pandas")
