@@ -32,6 +32,13 @@ from megatron_lightning.data.modules import PretrainingDataModule, TokenDataModu
 from megatron_lightning.data.preprocess import preprocess_jsonl
 from megatron_lightning.data.sample_text import python_help_texts, write_python_help
 from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler, epoch_order
+from megatron_lightning.data.sft import (
+    ChatTemplate,
+    PackedDataset,
+    PackingStatistics,
+    SFTDataModule,
+    load_chat_template,
+)
 from megatron_lightning.data.splits import Splits, parse_split, split_ranges
 from megatron_lightning.data.tokenizer import (
     ByteTokenizer,
@@ -47,6 +54,7 @@ __all__ = [
     "BlendedDataset",
     "BlockCache",
     "ByteTokenizer",
+    "ChatTemplate",
     "CorpusInfo",
     "DataCard",
     "EpochPlan",
@@ -55,7 +63,10 @@ __all__ = [
     "GlobalBatchSampler",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "PackedDataset",
+    "PackingStatistics",
     "PretrainingDataModule",
+    "SFTDataModule",
     "Splits",
     "StatefulLoader",
     "TokenDataModule",
@@ -70,6 +81,7 @@ __all__ = [
     "card_path",
     "corpus_info",
     "epoch_order",
+    "load_chat_template",
     "load_tokenizer",
     "merge",
     "parse_blend",

@@ -8,7 +8,8 @@ in the data is a count of samples, stored with the checkpoint and valid in any l
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -41,6 +42,10 @@ class TokenDataModule(LightningDataModule):
 
     shuffle_first_epoch = False
     """Whether the loader shuffles epoch 0 too; not needed for a data set that is shuffled itself.
+    """
+    drop_last = True
+    """Whether training leaves out the samples of an epoch that don't fill its last batch; else that
+    is filled up with samples without a loss.
     """
 
     def __init__(
@@ -131,6 +136,23 @@ class TokenDataModule(LightningDataModule):
             errors += self._batch_errors(data_parallel_size)
         return errors
 
+    def check_trainer(self, trainer: Trainer) -> list[str]:
+        """Returns what the Trainer asks for and the data cannot give; asked before any process is
+        started.
+        """
+        if self.batch_size_schedule.is_constant:
+            return []
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        accumulates = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+        if trainer.accumulate_grad_batches == 1 and not accumulates:
+            return []
+        return [
+            f"rampup_batch_size={self.rampup_batch_size} with accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches}: a ramp is a number of sequences a step, and the "
+            "strategy accumulates its micro-batches itself; leave accumulate_grad_batches at 1 "
+            "and set micro_batch_size"
+        ]
+
     def _rampup_errors(self) -> list[str]:
         try:
             sizes = self.batch_size_schedule.sizes[:-1]
@@ -171,7 +193,10 @@ class TokenDataModule(LightningDataModule):
         Raises:
             ValueError: see `validate`; or there are too few training samples for a batch.
         """
-        self._raise(self.validate())
+        errors = self.validate()
+        if self.trainer is not None:
+            errors += self.check_trainer(self.trainer)
+        self._raise(errors)
         if stage == "fit":
             self._loader, self._loaded = None, None
             wanted = self._samples_wanted()
@@ -205,7 +230,10 @@ class TokenDataModule(LightningDataModule):
         assert self._train is not None, "setup('fit') comes first"
         overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # pyright: ignore
         sampler = self._sampler(
-            self._train_samples, self.batch_size_schedule, shuffle=not overfit, drop_last=True
+            self._train_samples,
+            self.batch_size_schedule,
+            shuffle=not overfit,
+            drop_last=self.drop_last,
         )
         position = self.state_dict().get("loader")
         self._loader = self._make_loader(self._train, sampler, restart=overfit)
