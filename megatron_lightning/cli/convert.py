@@ -70,7 +70,9 @@ def _module(
         return None, None
     from megatron_lightning.models import GPTModel
 
-    arguments = _like(options.like) if options.like else {"config": _gpt_config(options)}
+    arguments: dict[str, Any] = (
+        _like(options.like) if options.like else {"config": _gpt_config(options)}
+    )
     return arguments, GPTModel(**arguments).global_shapes()
 
 

@@ -8,7 +8,6 @@ import atexit
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
-from megatron_lightning.checkpoint import CheckpointError
-from megatron_lightning.checkpoint.checks import open_checkpoint
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
@@ -28,6 +25,7 @@ from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
+from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
 from megatron_lightning.strategies.trainer_checks import trainer_problems
 from megatron_lightning.utils.env import Launch
 from megatron_lightning.utils.logging import warn_once
@@ -58,7 +56,9 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     every violation.
     """
     problems = _started_problems(strategy)
-    problems += check_checkpoint_path(arguments.get("ckpt_path"))
+    problems += check_checkpoint_path(
+        arguments.get("ckpt_path"), given_module(trainer, arguments)
+    )
     module = given_module(trainer, arguments)
     if module is not None:
         world_size = strategy.num_processes * strategy.num_nodes
@@ -200,25 +200,6 @@ def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
         f"recompute.mode={config.recompute.mode!r} needs; pass "
         f"MegatronStrategy(plan=ParallelPlan(...))"
     )
-
-
-def check_checkpoint_path(path: Any) -> list[str]:
-    """Violation of a `ckpt_path` that names nothing, or something else than a checkpoint."""
-    if path is None or str(path) in ("last", "best", "hpc", "registry") or "://" in str(path):
-        return []
-    if not Path(path).exists():
-        return [
-            f"ckpt_path={str(path)!r}: there is no such file or folder; give the path of a "
-            f"checkpoint folder, or None to start afresh"
-        ]
-    try:
-        open_checkpoint(path)
-    except (CheckpointError, OSError) as error:
-        return [
-            f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
-            f"that MegatronStrategy has saved ({error})"
-        ]
-    return []
 
 
 def _datamodule(module: LightningModule) -> Any:

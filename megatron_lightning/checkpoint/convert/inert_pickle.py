@@ -20,11 +20,14 @@ class Record:
     """What a pickle says of one object: arguments it was made with, and its state."""
 
     kind = ""
+    arguments: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *arguments: Any, **_: Any) -> Record:
-        """Keep the arguments."""
+        """Keep the arguments; calling `__init__` alone would not, when a pickle leaves it out."""
         made = super().__new__(cls)
-        made.arguments, made.state = arguments, {}
+        made.arguments = arguments
+        made.state = {}
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -41,6 +44,10 @@ class Record:
         if not isinstance(self.state, dict) or name not in self.state:
             raise CheckpointError(f"a {self.kind} of the table has no field {name!r}")
         return self.state[name]
+
+    def optional(self, name: str) -> Any:
+        """A named part of the state; None if there is none."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -64,7 +71,13 @@ _RECORDS = {
             "TensorProperties",
             "MEM_FORMAT_ENCODING",
         ),
-        "torch.distributed.checkpoint.planner": ("SavePlan",),
+        "torch.distributed.checkpoint.planner": (
+            "SavePlan",
+            "WriteItem",
+            "WriteItemType",
+            "TensorWriteData",
+            "BytesIOWriteData",
+        ),
         "torch.serialization": ("_get_layout",),
         "torch": ("device", "memory_format"),
         "builtins": ("getattr",),  # how enums are written by some versions of Python

@@ -79,7 +79,7 @@ def read_dcp(folder: Path) -> DcpFolder:
         raise CheckpointError(f"{where} is no table of a distributed checkpoint")
     try:
         places = {
-            (index.field("fqn"), tuple(index.field("offset") or ())): _place(info, where)
+            (index.field("fqn"), tuple(index.optional("offset") or ())): _place(info, where)
             for index, info in table.field("storage_data").items()
         }
         entries = dict(table.field("state_dict_metadata").items())
@@ -102,9 +102,10 @@ def _place(info: Record, where: str) -> _Place:
     place = _Place(
         str(info.field("relative_path")), int(info.field("offset")), int(info.field("length"))
     )
-    if info.state.get("transform_descriptors"):
+    transforms = info.optional("transform_descriptors")
+    if transforms:
         raise CheckpointError(
-            f"{where}: {place.file} is stored with {info.state['transform_descriptors']} (such as "
+            f"{where}: {place.file} is stored with {transforms} (such as "
             f"compression), which is not read; save it without extensions"
         )
     if "/" in place.file or "\\" in place.file or place.file in ("", ".", ".."):

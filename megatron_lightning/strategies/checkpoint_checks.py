@@ -1,0 +1,54 @@
+"""Looks into the checkpoint of a `ckpt_path` before any rank is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from megatron_lightning.checkpoint import CheckpointError
+from megatron_lightning.checkpoint.preflight import model_problems, read_index
+
+_WORDS = ("last", "best", "hpc", "registry")
+
+
+def check_checkpoint_path(path: Any, module: LightningModule | None = None) -> list[str]:
+    """Violation of a `ckpt_path` that names nothing, something else than a checkpoint, a damaged
+    one, or one of another model.
+
+    Only tables are read. Words such as "last" are left to Lightning.
+    """
+    if path is None or str(path) in _WORDS or "://" in str(path):
+        return []
+    if not Path(path).exists():
+        return [
+            f"ckpt_path={str(path)!r}: there is no such file or folder; give the path of a "
+            f"checkpoint folder, or None to start afresh"
+        ]
+    try:
+        index = read_index(path)
+    except (CheckpointError, OSError) as error:
+        return [
+            f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
+            f"that MegatronStrategy has saved ({error})"
+        ]
+    zoo: Any = module
+    if zoo is None or not hasattr(
+        zoo, "global_shapes"
+    ):  # a module of the user's: as the ranks cut it
+        return []
+    problems = model_problems(
+        index,
+        zoo.global_shapes(),
+        scope=f"model.{zoo.network_attribute}.",
+        optional=frozenset(
+            f"{zoo.network_attribute}.{name}" for name in zoo.build_network("meta").state_dict()
+        ),
+        strict=zoo.strict_loading,
+    )
+    return [
+        f"ckpt_path={str(path)!r}: it holds another model: {problem}; use the config that it was "
+        f"saved with"
+        for problem in problems
+    ]
