@@ -105,6 +105,11 @@ class StatefulLoader:
         return self
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources that the accounts of batches refer to by number."""
+        return self._names
+
+    @property
     def batch_sampler(self) -> GlobalBatchSampler:
         """The batches of this rank (Lightning looks here for shuffled evaluation data)."""
         return self._batches

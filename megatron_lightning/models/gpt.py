@@ -22,7 +22,7 @@ from megatron_lightning.models.module import MegatronModule
 from megatron_lightning.models.plans import check_context_heads, check_tensor_parallel, gpt_plan
 from megatron_lightning.models.presets import preset_config
 from megatron_lightning.optim.build import build_optimizer
-from megatron_lightning.optim.schedules import build_schedule
+from megatron_lightning.optim.schedules import UnitsAfter, build_schedule
 
 LossNormalization = Literal["token", "micro_batch"]
 
@@ -174,6 +174,7 @@ class GPTModel(MegatronModule):
             global_batch_size=None
             if batch is None
             else batch * self.trainer.accumulate_grad_batches,
+            samples_after=_samples_after(data),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -209,3 +210,9 @@ class GPTModel(MegatronModule):
             )
         finally:
             network.train(was_training)
+
+
+def _samples_after(data: Any) -> UnitsAfter | None:
+    """How many samples steps take, for data whose batch size changes during the run."""
+    schedule = getattr(data, "batch_size_schedule", None)
+    return None if schedule is None or schedule.is_constant else schedule.samples_after

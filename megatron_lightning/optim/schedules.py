@@ -3,14 +3,14 @@ that writes them.
 
 The formulas are those of Megatron-LM's parameter scheduler: linear warm-up, then constant, linear,
 cosine, inverse square root, or WSD (warm-up, stable, decay; arXiv 2404.06395). A position is a
-number of steps, or of samples; only ratios count, so one step of a run measured in samples moves
-the position by the global batch size. A global batch size that changes during the run is not
-covered.
+number of steps, or of samples; one step of a run measured in samples moves the position by the
+global batch size of that step, which may change during the run and when it is resumed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from megatron_lightning.config.training import (
 )
 
 WEIGHT_DECAY_GROUP_KEY = "decays"
+UnitsAfter = Callable[[int, int], int]
+"""(steps, units before them) -> units after them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +115,12 @@ class LearningRateSchedule(LRScheduler):
         learning_rate: LearningRateCurve,
         weight_decay: WeightDecayCurve | None = None,
         *,
-        units_per_step: int = 1,
+        units_after: UnitsAfter | None = None,
     ) -> None:
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
-        self.units_per_step = units_per_step
+        self._units_after = units_after
+        self._known = (0, 0)  # steps, and the units that they took
         for group in optimizer.param_groups:
             group.setdefault(WEIGHT_DECAY_GROUP_KEY, group.get("weight_decay", 0.0) != 0.0)
         super().__init__(optimizer)
@@ -125,7 +128,10 @@ class LearningRateSchedule(LRScheduler):
     @property
     def position(self) -> int:
         """Units (steps or samples) taken so far."""
-        return self.last_epoch * self.units_per_step
+        if self._units_after is None:
+            return self.last_epoch
+        steps, units = self._known
+        return self._units_after(self.last_epoch - steps, units)
 
     def get_lr(self) -> list[float]:
         """Return each group's learning rate at the current position."""
@@ -140,13 +146,17 @@ class LearningRateSchedule(LRScheduler):
         self._write_weight_decay()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, in optimizer steps."""
-        return {"last_epoch": self.last_epoch, "step_count": self._step_count}
+        """Return the position, in optimizer steps and, where lengths are in samples, in samples."""
+        state = {"last_epoch": self.last_epoch, "step_count": self._step_count}
+        return state if self._units_after is None else {**state, "samples": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position and write the values that hold there."""
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
+        # batches may have had another size in the run that saved
+        samples = state_dict.get("samples")
+        self._known = (0, 0) if samples is None else (self.last_epoch, samples)
         rates = self.get_lr()
         self._last_lr = list(rates)
         for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
@@ -178,18 +188,20 @@ def build_schedule(
     *,
     total_steps: float,
     global_batch_size: int | None = None,
+    samples_after: UnitsAfter | None = None,
 ) -> LearningRateSchedule:
     """Make the schedule of a run of `total_steps` optimizer steps
     (`trainer.estimated_stepping_batches`).
 
-    `global_batch_size` (sequences per step) is needed when a length is in samples. A warm-up longer
+    `global_batch_size` (sequences per step) is needed when a length is in samples, or, where it
+    changes during the run, `samples_after(steps, samples before them)`. A warm-up longer
     than the run is allowed (`fast_dev_run` shortens it to one step). ValueError where a needed
     length isn't known.
     """
     errors = config.check(optimizer_config)
     if errors:
         raise ValueError("; ".join(errors))
-    lengths = _Lengths(config, total_steps, global_batch_size)
+    lengths = _Lengths(config, total_steps, samples_after or _constant(global_batch_size))
     warmup = lengths.of("lr_warmup", required=False)
     decay = lengths.of("lr_decay", required=config.lr_decay_style != "constant")
     wsd = lengths.of("lr_wsd_decay", required=False) if config.lr_decay_style == "wsd" else None
@@ -205,8 +217,14 @@ def build_schedule(
     )
     weight_decay = _weight_decay_curve(optimizer_config, config, lengths)
     return LearningRateSchedule(
-        optimizer, learning_rate, weight_decay, units_per_step=lengths.units_per_step
+        optimizer, learning_rate, weight_decay, units_after=lengths.samples_after
     )
+
+
+def _constant(global_batch_size: int | None) -> UnitsAfter | None:
+    if global_batch_size is None:
+        return None
+    return lambda steps, before: before + steps * global_batch_size
 
 
 def _weight_decay_curve(
@@ -229,17 +247,17 @@ class _Lengths:
     """
 
     def __init__(
-        self, config: SchedulerConfig, total_steps: float, global_batch_size: int | None
+        self, config: SchedulerConfig, total_steps: float, samples_after: UnitsAfter | None
     ) -> None:
-        if config.by_samples and global_batch_size is None:
+        if config.by_samples and samples_after is None:
             raise ValueError(
                 "scheduler.*_samples: lengths in samples need the global batch size; give it, or"
                 " use *_steps"
             )
         self._config = config
         self._total_steps = total_steps
-        self.unit = "samples" if config.by_samples else "steps"
-        self.units_per_step = global_batch_size if config.by_samples and global_batch_size else 1
+        self.samples_after = samples_after if config.by_samples else None
+        """None: the unit is the step."""
 
     def of(self, name: str, *, required: bool) -> int:
         """Length `name` in units; the length of the run when not given, 0 if that is unknown and
@@ -251,7 +269,7 @@ class _Lengths:
         steps: float | None = getattr(self._config, f"{name}_steps")
         steps = self._total_steps if steps is None else steps
         if math.isfinite(steps) and steps >= 0:
-            return int(steps) * self.units_per_step
+            return int(steps) if self.samples_after is None else self.samples_after(int(steps), 0)
         if required:
             raise ValueError(
                 f"scheduler.{name}_steps=None: the length of the run is unknown; set"

@@ -129,7 +129,7 @@ class PretrainingDataModule(TokenDataModule):
         ]
         eod_id = self.eod_id  # read once: a large tokenizer takes a second to load
         make = [partial(self._build_one, path, part, eod_id) for path in used]
-        return build_blend(make, weights, samples, names=used)
+        return build_blend(make, weights, samples, names=used, cache_dir=self.cache_dir)
 
     def _build_one(
         self, path: str, part: str, eod_id: int | None, samples: int | None
