@@ -59,6 +59,9 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     problems += check_checkpoint_path(
         arguments.get("ckpt_path"), given_module(trainer, arguments)
     )
+    trainer_check = getattr(given_datamodule(arguments), "check_trainer", None)
+    if trainer_check is not None:
+        problems += trainer_check(trainer)
     module = given_module(trainer, arguments)
     if module is not None:
         world_size = strategy.num_processes * strategy.num_nodes
@@ -117,7 +120,10 @@ def run_problems(
         global_size = getattr(datamodule, "global_batch_size", None)
         micro_size = config.micro_batch_size or getattr(datamodule, "micro_batch_size", None)
         if global_size is not None and micro_size is not None:
-            problems += check_batch_sizes(config, world_size, micro_size, global_size)
+            for size in getattr(datamodule, "global_batch_sizes", (global_size,)):
+                found = check_batch_sizes(config, world_size, micro_size, size)
+                ramp = "" if size == global_size else "rampup_batch_size: "
+                problems += [ramp + problem for problem in found]
         seq_length = getattr(datamodule, "seq_length", None)
         if (
             config.sequence_parallel
