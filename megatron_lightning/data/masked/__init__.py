@@ -1,6 +1,15 @@
 """Samples for masked language models (BERT), span corruption (T5) and fill-in-the-middle."""
 
 from megatron_lightning.data.masked.bert import BERTDataset
+from megatron_lightning.data.masked.build import (
+    DatasetKind,
+    MaskedConfig,
+    build_masked,
+    masked_config,
+    masked_errors,
+    split_elements,
+    task_vocabulary,
+)
 from megatron_lightning.data.masked.fim import FillInMiddle, FIMDataset
 from megatron_lightning.data.masked.options import (
     BERTDataConfig,
@@ -10,6 +19,7 @@ from megatron_lightning.data.masked.options import (
 )
 from megatron_lightning.data.masked.sentence_index import (
     DocumentCounts,
+    SentenceIndex,
     build_sentence_index,
     usable_documents,
 )
@@ -25,16 +35,24 @@ __all__ = [
     "BERTDataConfig",
     "BERTDataset",
     "BERTVocabulary",
+    "DatasetKind",
     "DocumentCounts",
     "FIMConfig",
     "FIMDataset",
     "FIMTokens",
     "FillInMiddle",
+    "MaskedConfig",
     "MaskedVocabulary",
     "MaskingConfig",
+    "SentenceIndex",
     "T5DataConfig",
     "T5Dataset",
     "T5Vocabulary",
+    "build_masked",
     "build_sentence_index",
+    "masked_config",
+    "masked_errors",
+    "split_elements",
+    "task_vocabulary",
     "usable_documents",
 ]

@@ -39,6 +39,7 @@ class BERTDataset(SentenceDataset):
         vocabulary: special tokens and word boundaries.
         config: options.
         cache_dir: folder that keeps the index arrays, see `cache`.
+        name: of the corpus, in the accounts of batches.
 
     Raises:
         ValueError: an option is out of range, or samples are asked of documents that give none.
@@ -55,6 +56,7 @@ class BERTDataset(SentenceDataset):
         config: BERTDataConfig | None = None,
         *,
         cache_dir: str | os.PathLike[str] | None = None,
+        name: str = "data",
     ) -> None:
         config = config or BERTDataConfig()
         super().__init__(
@@ -67,19 +69,24 @@ class BERTDataset(SentenceDataset):
             extra_tokens=3,  # one in front and one after each of two segments
             min_sentences=2 if config.classification_head else 1,
             cache_dir=cache_dir,
+            name=name,
         )
         self._vocabulary, self._permute = vocabulary, config.masking.permute
         self._pairs = config.classification_head
         self._chooser = SpanChooser(config.masking, vocabulary, contiguous=False)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Returns sample `index`, see the class."""
-        sentences, target, random = self._sentences(index)
+    def _make(
+        self,
+        index: int,
+        sentences: list[NDArray[np.int64]],
+        target: int,
+        random: np.random.RandomState,
+    ) -> dict[str, Tensor]:
         vocabulary, length = self._vocabulary, self._seq_length
         first, second, is_random = self._segments(sentences, random)
         held = len(first) + len(second)
         first, second = _trim(first, second, target, random)
-        vocabulary.check_ids(np.concatenate([first, second]), self.name)
+        vocabulary.check_ids(np.concatenate([first, second]), self._indexed.prefix)
         start, end = np.array([vocabulary.cls_id]), np.array([vocabulary.sep_id])
         tokens = np.concatenate([start, first, end, second, end[: len(second)]])
         filled = len(tokens)

@@ -103,6 +103,7 @@ class FIMDataset(GPTDataset):
         reset_position_ids: see `GPTDataset`.
         drop_last: see `GPTDataset`.
         cache_dir: see `GPTDataset`.
+        name: see `GPTDataset`.
 
     Raises:
         ValueError: see `GPTDataset`.
@@ -123,6 +124,7 @@ class FIMDataset(GPTDataset):
         reset_position_ids: bool = False,
         drop_last: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
+        name: str = "data",
     ) -> None:
         self._fill = FillInMiddle(config or FIMConfig(), tokens, tokenizer)
         super().__init__(
@@ -137,6 +139,7 @@ class FIMDataset(GPTDataset):
             pad_id=tokens.pad_id,
             drop_last=drop_last,
             cache_dir=cache_dir,
+            name=name,
         )
 
     def _read(self, sample: int) -> Tokens:

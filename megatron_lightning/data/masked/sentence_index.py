@@ -22,6 +22,16 @@ from megatron_lightning.data.masked.random64 import shuffled_order
 _DRAWS = 1 << 14  # target lengths drawn at a time
 
 
+class SentenceIndex(NamedTuple):
+    """The samples of a split, in their shuffled order."""
+
+    samples: NDArray[np.unsignedinteger]
+    """(samples, 3): first sentence, end (exclusive), target length in tokens; uint32 where it
+    fits."""
+    epochs: NDArray[np.int32]
+    """Pass over the documents that each sample is from, (samples,)."""
+
+
 class DocumentCounts(NamedTuple):
     """What became of the documents of a split."""
 
@@ -74,7 +84,7 @@ def build_sentence_index(
     seed: int,
     min_sentences: int = 1,
     max_sentence_length: int = 512,
-) -> NDArray[np.unsignedinteger]:
+) -> SentenceIndex:
     """Returns the shuffled samples.
 
     Args:
@@ -86,10 +96,6 @@ def build_sentence_index(
         seed: of target lengths and order.
         min_sentences: sentences that a sample needs.
         max_sentence_length: see `usable_documents`.
-
-    Returns:
-        (samples, 3): first sentence, end (exclusive), target length in tokens; uint32 where it
-        fits.
 
     Raises:
         ValueError: samples are asked of documents that give none.
@@ -104,7 +110,7 @@ def build_sentence_index(
                 f"sentences, {counts.long} have a sentence of more than {max_sentence_length} "
                 "tokens. Give a larger split, or a corpus that is split into sentences"
             )
-        return np.zeros((0, 3), dtype)
+        return SentenceIndex(np.zeros((0, 3), dtype), np.zeros(0, np.int32))
     documents = list(
         zip(boundaries[:-1][usable].tolist(), boundaries[1:][usable].tolist(), strict=True)
     )
@@ -113,12 +119,15 @@ def build_sentence_index(
     before = array("q", np.cumsum(lengths[begin:end], dtype=np.int64).tobytes())
     before.insert(0, 0)
     targets = _target_lengths(max_length, short_seq_prob, seed)
-    rows = array("q")
-    while not rows or len(rows) // 3 < (num_samples or 0):
+    rows, passes = array("q"), [0]  # passes: samples after each of them
+    while passes[-1] < max(num_samples or 0, 1):
         for first, last in documents:
             _cut_document(first - begin, last - begin, before, min_sentences, targets, rows)
+        passes.append(len(rows) // 3)
     found = np.frombuffer(rows, dtype=np.int64).reshape(-1, 3) + [begin, begin, 0]
-    return found[shuffled_order(len(found), seed + 1)].astype(dtype)
+    epochs = np.repeat(np.arange(len(passes) - 1, dtype=np.int32), np.diff(passes))
+    order = shuffled_order(len(found), seed + 1)
+    return SentenceIndex(found[order].astype(dtype), epochs[order])
 
 
 def _cut_document(

@@ -1,12 +1,14 @@
 """What BERT and T5 samples share: which sentences a sample holds, and its own random state."""
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_lightning.data.account import SampleNote
 from megatron_lightning.data.cache import Arrays, array_digest, cached_arrays, key_digest
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.masked.options import BERTDataConfig, T5DataConfig
@@ -34,6 +36,7 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
         extra_tokens: tokens of `seq_length` that are kept for special ones.
         min_sentences: sentences that a sample needs.
         cache_dir: folder that keeps the index arrays, see `cache`.
+        name: of the corpus, in the accounts of batches.
 
     Raises:
         ValueError: an option is out of range, or samples are asked of documents that give none.
@@ -51,6 +54,7 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
         extra_tokens: int,
         min_sentences: int,
         cache_dir: str | os.PathLike[str] | None = None,
+        name: str = "data",
     ) -> None:
         if seq_length < extra_tokens + 2:
             raise ValueError(
@@ -64,7 +68,7 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
             raise ValueError(
                 f"documents={documents} is outside of {indexed.prefix}, which has {held} documents"
             )
-        self.name = str(indexed.prefix)
+        self.source_names: Sequence[str] = (name,)
         self._indexed, self._seq_length, self._seed = indexed, seq_length, seed
         boundaries = np.asarray(indexed.document_indices[documents.start : documents.stop + 1])
         lengths = np.asarray(indexed.sequence_lengths)
@@ -85,7 +89,7 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
         }
 
         def build() -> Arrays:
-            index = build_sentence_index(
+            samples, epochs = build_sentence_index(
                 boundaries,
                 lengths,
                 num_samples=num_samples,
@@ -95,9 +99,12 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
                 min_sentences=min_sentences,
                 max_sentence_length=config.max_sentence_length,
             )
-            return {"sample_index": index}
+            return {"sample_index": samples, "epochs": epochs}
 
-        self.sample_index = cached_arrays(cache_dir, self._key, build)["sample_index"]
+        arrays = cached_arrays(cache_dir, self._key, build)
+        self.sample_index, self._epochs = arrays["sample_index"], arrays["epochs"]
+        self._num_epochs = 1 + int(self._epochs.max(initial=0))
+        self._boundaries = boundaries
 
     @property
     def fingerprint(self) -> str:
@@ -108,13 +115,38 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
         """Number of samples."""
         return len(self.sample_index)
 
-    def _sentences(self, index: int) -> tuple[list[NDArray[np.int64]], int, np.random.RandomState]:
-        """Returns the sentences of sample `index`, its target length and its random state."""
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Returns sample `index`, see the class."""
+        return self.read(index)[0]
+
+    def read(self, index: int) -> tuple[dict[str, Tensor], SampleNote]:
+        """Returns sample `index` and the note about it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
         begin, end, target = self.sample_index[index].tolist()
         sentences = [self._indexed.get(i).astype(np.int64) for i in range(begin, end)]
-        return sentences, target, np.random.RandomState((self._seed + int(index)) % 2**32)
+        random = np.random.RandomState((self._seed + int(index)) % 2**32)
+        sample = self._make(index, sentences, target, random)
+        document = np.searchsorted(self._boundaries, begin)
+        return sample, SampleNote(
+            epoch=int(self._epochs[index]),
+            epochs=self._num_epochs,
+            documents=int(self._boundaries[document] == begin),
+            padding=int((sample["padding_mask"] == 0).sum()),
+            truncated=int(sample["truncated"]),
+        )
+
+    def _make(
+        self,
+        index: int,
+        sentences: list[NDArray[np.int64]],
+        target: int,
+        random: np.random.RandomState,
+    ) -> dict[str, Tensor]:
+        """Returns sample `index` from its sentences, with `padding_mask` (1 at tokens) and
+        `truncated` among its fields.
+        """
+        raise NotImplementedError
 
 
 def padded(tokens: NDArray[np.int64], length: int, fill: int) -> NDArray[np.int64]:

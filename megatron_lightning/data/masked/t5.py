@@ -24,8 +24,8 @@ class T5Dataset(SentenceDataset):
     The encoder reads `text <0> text <1> text`, the decoder `bos <0> span <1> span`, with the labels
     `<0> span <1> span eos`.
 
-    Items are dicts of int64 tensors: `encoder_tokens` and `encoder_mask` of `seq_length`;
-    `decoder_tokens`, `decoder_mask` and `labels` (-1 behind the end) of
+    Items are dicts of int64 tensors: `tokens` (of the encoder) and `padding_mask` of
+    `seq_length`; `decoder_tokens`, `decoder_padding_mask` and `labels` (-1 behind the end) of
     `config.decoder_seq_length`; float32 `loss_mask` of the same; and the scalar `truncated`. Masks
     are 1 at tokens, 0 behind the end.
 
@@ -38,6 +38,7 @@ class T5Dataset(SentenceDataset):
         vocabulary: special tokens, sentinels and word boundaries.
         config: options.
         cache_dir: folder that keeps the index arrays, see `cache`.
+        name: of the corpus, in the accounts of batches.
 
     Raises:
         ValueError: an option is out of range, or samples are asked of documents that give none.
@@ -54,6 +55,7 @@ class T5Dataset(SentenceDataset):
         config: T5DataConfig | None = None,
         *,
         cache_dir: str | os.PathLike[str] | None = None,
+        name: str = "data",
     ) -> None:
         config = config or T5DataConfig()
         super().__init__(
@@ -66,21 +68,27 @@ class T5Dataset(SentenceDataset):
             extra_tokens=2,
             min_sentences=1,
             cache_dir=cache_dir,
+            name=name,
         )
         self._vocabulary, self._decoder_length = vocabulary, config.decoder_seq_length
         self._chooser = SpanChooser(config.masking, vocabulary, contiguous=True)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Returns sample `index`, see the class.
+    def _make(
+        self,
+        index: int,
+        sentences: list[NDArray[np.int64]],
+        target: int,
+        random: np.random.RandomState,
+    ) -> dict[str, Tensor]:
+        """Returns the sample.
 
         Raises:
             ValueError: the sample has more spans than there are sentinels, or its spans don't fit
                 into the decoder.
         """
-        sentences, target, random = self._sentences(index)
         text = np.concatenate([np.zeros(0, np.int64), *sentences])
         tokens, truncated = text[:target], len(text) > target
-        self._vocabulary.check_ids(tokens, self.name)
+        self._vocabulary.check_ids(tokens, self._indexed.prefix)
         spans = sorted(self._chooser.choose(tokens, target, random))
         encoder, decoder = self._corrupt(tokens, spans)
         self._check(index, spans, len(decoder))
@@ -90,10 +98,10 @@ class T5Dataset(SentenceDataset):
         pad = self._vocabulary.pad_id
         inside = (np.arange(decoder_length) < len(inputs)).astype(np.int64)
         return {
-            "encoder_tokens": torch.from_numpy(padded(encoder, length, pad)),
-            "encoder_mask": torch.from_numpy((np.arange(length) < len(encoder)).astype(np.int64)),
+            "tokens": torch.from_numpy(padded(encoder, length, pad)),
+            "padding_mask": torch.from_numpy((np.arange(length) < len(encoder)).astype(np.int64)),
             "decoder_tokens": torch.from_numpy(padded(inputs, decoder_length, pad)),
-            "decoder_mask": torch.from_numpy(inside),
+            "decoder_padding_mask": torch.from_numpy(inside),
             "labels": torch.from_numpy(padded(outputs, decoder_length, NO_LABEL)),
             "loss_mask": torch.from_numpy(inside.astype(np.float32)),
             "truncated": torch.tensor(int(truncated)),
@@ -117,14 +125,14 @@ class T5Dataset(SentenceDataset):
         most = int(self._chooser.limit(self._seq_length - 2, self._seq_length - 2))
         if len(spans) > sentinels:
             raise ValueError(
-                f"sample {index} of {self.name} has {len(spans)} spans, but the tokenizer has "
-                f"{sentinels} sentinels: give it up to {most} of them, or lower seq_length or "
-                "masking.probability"
+                f"sample {index} of {self._indexed.prefix} has {len(spans)} spans, but the "
+                f"tokenizer has {sentinels} sentinels: give it up to {most} of them, or lower "
+                "seq_length or masking.probability"
             )
         if decoder + 1 > self._decoder_length:
             raise ValueError(
                 f"decoder_seq_length={self._decoder_length}: the spans of sample {index} of "
-                f"{self.name} need {decoder + 1} tokens with their sentinels. {2 * most + 1} are "
-                f"enough for every sample of seq_length={self._seq_length}; or lower "
-                "masking.probability"
+                f"{self._indexed.prefix} need {decoder + 1} tokens with their sentinels. "
+                f"{2 * most + 1} are enough for every sample of seq_length={self._seq_length}; or "
+                "lower masking.probability"
             )

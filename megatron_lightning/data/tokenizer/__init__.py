@@ -4,6 +4,7 @@ from megatron_lightning.data.tokenizer.base import (
     BYTES,
     END_OF_TEXT,
     ByteTokenizer,
+    NamedTokens,
     Tokenizer,
 )
 from megatron_lightning.data.tokenizer.fast import FileTokenizer
@@ -17,6 +18,7 @@ __all__ = [
     "END_OF_TEXT",
     "ByteTokenizer",
     "FileTokenizer",
+    "NamedTokens",
     "SentencePieceTokenizer",
     "TiktokenTokenizer",
     "Tokenizer",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -49,6 +49,15 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids, without special tokens."""
+        ...
+
+
+@runtime_checkable
+class NamedTokens(Protocol):
+    """A tokenizer whose tokens have names."""
+
+    def token_ids(self) -> dict[str, int]:
+        """Returns the id of each token by its name, special tokens included."""
         ...
 
 

@@ -88,6 +88,10 @@ class FileTokenizer:
         """Returns the content of the file, as the library understands it."""
         return json.loads(self._tokenizer.to_str())
 
+    def token_ids(self) -> dict[str, int]:
+        """Returns the id of each token by its name, special tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of the text, without special tokens added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -49,6 +49,10 @@ class SentencePieceTokenizer:
         """Travels to worker processes as its path; each of them reads the file once."""
         return _load, self._arguments
 
+    def token_ids(self) -> dict[str, int]:
+        """Returns the id of each piece by its name, control pieces included."""
+        return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of the text, without begin and end of sentence."""
         return self._model.encode(text)

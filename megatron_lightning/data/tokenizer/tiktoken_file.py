@@ -48,7 +48,7 @@ class TiktokenTokenizer:
         self.eod_id: int = special[eod_token]
         self.special_ids: Mapping[str, int] = {"eod": self.eod_id}
         self.vocab_size: int = self._encoding.max_token_value + 1
-        self._special = frozenset(special.values())
+        self._special, self._special_ids = frozenset(special.values()), special
         identity = hashlib.sha256(content)
         identity.update(json.dumps([pattern, sorted(special.items())]).encode())
         self.digest: str = f"sha256:{identity.hexdigest()}"
@@ -56,6 +56,10 @@ class TiktokenTokenizer:
     def __reduce__(self) -> tuple[Any, tuple[Path, str | None]]:
         """Travels to worker processes as its path; each of them reads the file once."""
         return _load, self._arguments
+
+    def token_ids(self) -> dict[str, int]:
+        """Returns the id of each special token by its name; the others are bytes without one."""
+        return dict(self._special_ids)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of the text, without special tokens."""
