@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_lightning.data.account import SampleNote, read_sample
-from megatron_lightning.data.cache import key_digest
+from megatron_lightning.data.cache import cached_arrays, key_digest
+from megatron_lightning.data.compiled import COMPILED_FROM, kernels
 
 SURPLUS = 0.005  # share of samples asked of each source beyond its due
+_INDEX_VERSION = 1  # part of the cache key: raise it when an index function changes
 _MANY_SOURCES = 24  # from here on numpy's argmax is faster than a Python loop over the sources
 
 
@@ -128,9 +130,16 @@ def _draw_positive(
     kept = np.flatnonzero(shares > 0)
     dtype = np.int16 if len(shares) < 2**15 else np.int32
     ends = None if limits is None else [int(limits[source]) for source in kept.tolist()]
+    labels = kept.astype(dtype)
+    compiled = kernels() if size * len(kept) >= COMPILED_FROM else None
+    if compiled is not None:
+        index = BlendIndex(np.empty(size, dtype), np.empty(size, np.int64))
+        stops = np.full(len(kept), np.inf) if ends is None else np.array(ends, np.float64)
+        compiled.draw(shares[kept], stops, labels, *index)
+        return index
     draw = _draw_many if len(kept) >= _MANY_SOURCES else _draw_few
     chosen, number = draw(shares[kept], size, ends)
-    return BlendIndex(kept.astype(dtype)[chosen], number)
+    return BlendIndex(labels[chosen], number)
 
 
 def _draw_few(
@@ -209,6 +218,16 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         self.source_names = tuple(names)
 
     @property
+    def dataset_index(self) -> NDArray[np.integer]:
+        """Source of each sample, (samples,)."""
+        return self.index.dataset_index
+
+    @property
+    def dataset_sample_index(self) -> NDArray[np.int64]:
+        """Number of each sample within its source, (samples,)."""
+        return self.index.dataset_sample_index
+
+    @property
     def fingerprint(self) -> str:
         """Digest of what determines the order of the samples."""
         sources = [None if source is None else source.fingerprint for source in self.sources]
@@ -240,6 +259,7 @@ def build_blend(
     *,
     names: Sequence[str],
     surplus: float = SURPLUS,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> OrderedSource:
     """Builds the sources with as many samples as their shares need, and the blend of them.
 
@@ -250,6 +270,7 @@ def build_blend(
             source.
         names: of the sources, for errors.
         surplus: share of samples asked of each source beyond its due.
+        cache_dir: folder that keeps the blend's index, see `cache`.
 
     Raises:
         ValueError: weights without a size, bad weights, or a source too short for its share.
@@ -259,7 +280,9 @@ def build_blend(
             return make[0](size)
         whole = [build(None) for build in make]
         lengths = [len(source) for source in whole]
-        return BlendedDataset(whole, build_exhaustive_index(lengths, size), names, lengths)
+        key = {"what": "exhaustive", "version": _INDEX_VERSION, "lengths": lengths, "size": size}
+        index = _cached(cache_dir, key, lambda: build_exhaustive_index(lengths, size))
+        return BlendedDataset(whole, index, names, lengths)
     if size is None:
         raise ValueError(
             "weights need a number of samples: give num_train_samples or Trainer(max_steps=...), "
@@ -271,7 +294,18 @@ def build_blend(
         build(math.ceil(count * (1 + surplus))) if count else None
         for build, count in zip(make, due, strict=True)
     ]
-    return BlendedDataset(sources, build_blend_index(weights, sum(due)), names, shares.tolist())
+    rule = shares.tolist()
+    key = {"what": "blend", "version": _INDEX_VERSION, "shares": rule, "size": sum(due)}
+    index = _cached(cache_dir, key, lambda: build_blend_index(weights, sum(due)))
+    return BlendedDataset(sources, index, names, rule)
+
+
+def _cached(
+    cache_dir: str | os.PathLike[str] | None,
+    key: dict[str, object],
+    build: Callable[[], BlendIndex],
+) -> BlendIndex:
+    return BlendIndex(**cached_arrays(cache_dir, key, lambda: build()._asdict()))
 
 
 def _as_number(word: str | float) -> float | None:

@@ -125,7 +125,12 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         documents = build_document_index(self._range, self.epoch_plan, random)
         lengths = self._indexed.sequence_lengths
         samples = build_sample_index(
-            lengths, documents, self._seq_length, extra=self._extra, drop_last=self._drop_last
+            lengths,
+            documents,
+            self._seq_length,
+            extra=self._extra,
+            drop_last=self._drop_last,
+            tokens=self.tokens_per_epoch * self.epoch_plan.num_epochs,
         )
         shuffle = build_shuffle_index(len(samples) - 1, self.epoch_plan, random)
         return {"document_index": documents, "sample_index": samples, "shuffle_index": shuffle}

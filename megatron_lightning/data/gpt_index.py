@@ -3,8 +3,7 @@
 Sequences are tiled over as many epochs as the samples need and shuffled (document index); the
 resulting token stream is cut into windows of `seq_length` tokens plus one for the shifted label
 (sample index); the windows are shuffled again (shuffle index). One `numpy.random.RandomState` is
-consumed in that order: document index first, then shuffle index. Integers only, and no Python loop:
-window ends are found by bisection in the running sum of sequence lengths. Megatron's float32
+consumed in that order: document index first, then shuffle index. Integers only. Megatron's float32
 rounding of the partial last sample is deliberately not reproduced.
 """
 
@@ -12,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_lightning.data.compiled import COMPILED_FROM, kernels
 
 
 class EpochPlan(NamedTuple):
@@ -70,6 +71,7 @@ def build_sample_index(
     *,
     extra: int = 1,
     drop_last: bool = True,
+    tokens: int | None = None,
 ) -> NDArray[np.integer]:
     """Returns where each sample begins in the shuffled stream.
 
@@ -81,26 +83,50 @@ def build_sample_index(
         seq_length: tokens a sample.
         extra: tokens that a sample shares with the next.
         drop_last: leave out a last sample that is shorter than the others.
+        tokens: of the whole stream, where the caller knows them.
 
     Returns:
         (samples + 1, 2): position in `document_index`, token offset in that sequence; int32 where
         it fits.
     """
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)  # stream position after each sequence
-    total = int(ends[-1]) if len(ends) else 0
+    total = int(lengths[document_index].sum(dtype=np.int64)) if tokens is None else tokens
     usable = max(total - extra, 0)
-    samples = usable // seq_length if drop_last else -(-usable // seq_length)
-    # Sample i ends before this stream position; the sequence that reaches it also holds the next
-    # begin.
-    stops = np.minimum(np.arange(1, samples + 1, dtype=np.int64) * seq_length + extra, total)
-    positions = np.searchsorted(ends, stops, side="left")
-    begins = ends[positions] - lengths[document_index[positions]]
+    full, rest = divmod(usable, seq_length)
     longest = int(lengths.max()) if len(lengths) else 0
     fits = max(len(document_index), longest) < 2**31
-    index = np.zeros((samples + 1, 2), dtype=np.int32 if fits else np.int64)
-    index[1:, 0] = positions
-    index[1:, 1] = stops - extra - begins
+    partial = int(rest > 0 and not drop_last)
+    index = np.zeros((full + partial + 1, 2), dtype=np.int32 if fits else np.int64)
+    rows = index[: full + 1]
+    compiled = kernels() if len(document_index) >= COMPILED_FROM else None
+    if compiled is not None:
+        # Copied: a mapped index is neither aligned nor writable, which numba would compile for.
+        compiled.cut(np.array(lengths, np.int32), np.array(document_index), seq_length, extra, rows)
+    else:
+        cut_stream_plain(lengths, document_index, seq_length, extra, rows)
+    if partial:  # it ends where the last sequence that holds a token does
+        filled = np.flatnonzero(lengths[document_index[rows[-1, 0] :]])
+        position = int(rows[-1, 0]) + int(filled[-1])
+        index[-1] = position, int(lengths[document_index[position]]) - extra
     return index
+
+
+def cut_stream_plain(
+    lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    seq_length: int,
+    extra: int,
+    rows: NDArray[np.integer],
+) -> None:
+    """Does what `compiled.cut_stream` does, without a loop."""
+    sizes = lengths[document_index]
+    ends = np.cumsum(sizes, dtype=np.int64)  # stream position after each sequence
+    reached = (ends - extra) // seq_length  # samples that end in or before each sequence
+    np.clip(reached, 0, len(rows) - 1, out=reached)
+    ending = np.diff(reached, prepend=0)  # samples that end in each sequence
+    positions = np.repeat(np.arange(len(ending), dtype=rows.dtype), ending)
+    starts = np.arange(1, len(rows), dtype=np.int64) * seq_length  # begins of samples 1 and on
+    rows[1:, 0] = positions
+    rows[1:, 1] = starts - (ends - sizes)[positions]
 
 
 def build_shuffle_index(

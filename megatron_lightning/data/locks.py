@@ -9,7 +9,7 @@ frees the lock when its holder dies.
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
@@ -32,15 +32,16 @@ def folder_lock(path: Path, wait_seconds: float, *, keep: bool = False) -> Itera
     with file:
         held = _acquire(file.fileno(), time.monotonic() + wait_seconds)
         try:
-            yield held
+            yield bool(held)
         finally:
-            if (
-                held and not keep
-            ):  # who still waits finds the work done; who comes later looks first
-                path.unlink(missing_ok=True)
+            # Who still waits for the removed file finds the work done; who comes later looks first.
+            if held is not False and not keep:
+                with suppress(OSError):
+                    path.unlink()
 
 
-def _acquire(descriptor: int, deadline: float) -> bool:
+def _acquire(descriptor: int, deadline: float) -> bool | None:
+    """Returns whether the lock is held, None where there are no locks."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -52,4 +53,4 @@ def _acquire(descriptor: int, deadline: float) -> bool:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         except OSError:  # this file system has no locks
-            return False
+            return None
