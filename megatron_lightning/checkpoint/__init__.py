@@ -10,12 +10,14 @@ from megatron_lightning.checkpoint.commit import recover, remove
 from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.checkpoint.manifest import Manifest, read_manifest
 from megatron_lightning.checkpoint.report import LoadReport, Strictness, TensorInfo
+from megatron_lightning.checkpoint.save_times import SaveTimes
+from megatron_lightning.checkpoint.saver import Saver
+from megatron_lightning.checkpoint.saving import save
 from megatron_lightning.checkpoint.state import (
     list_tensors,
     load,
     load_metadata,
     load_objects,
-    save,
 )
 from megatron_lightning.checkpoint.storage import BoxReader, BoxWriter
 
@@ -29,6 +31,8 @@ __all__ = [
     "FlatBox",
     "LoadReport",
     "Manifest",
+    "SaveTimes",
+    "Saver",
     "Strictness",
     "TensorInfo",
     "is_checkpoint",

@@ -1,0 +1,348 @@
+"""Saves of one run, in the foreground or while training goes on.
+
+A background save copies this rank's boxes to host memory, lets the rank's writer process write them
+(`staging.py`, `background.py`), and is committed by the ranks together at a later step: `poll`.
+There is one at a time; the next one waits for it. Until it is committed nothing of it can be seen,
+and what it replaces stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_lightning.checkpoint.boxes import Box
+from megatron_lightning.checkpoint.codec import Codec
+from megatron_lightning.checkpoint.commit import begin, discard
+from megatron_lightning.checkpoint.errors import CheckpointError
+from megatron_lightning.checkpoint.index import StoredBox
+from megatron_lightning.checkpoint.planner import BoxSavePlanner
+from megatron_lightning.checkpoint.ranks import RankGroup
+from megatron_lightning.checkpoint.save_times import SaveTimes
+from megatron_lightning.checkpoint.saving import (
+    PLAIN,
+    Objects,
+    PlanCache,
+    RankResult,
+    can_link,
+    commit,
+    commit_linked,
+    encode_objects,
+    write_boxes,
+)
+from megatron_lightning.checkpoint.staging import Staged, Stager
+from megatron_lightning.checkpoint.storage import BoxWriter, WrittenFile
+from megatron_lightning.utils.logging import get_logger
+
+
+@dataclass(kw_only=True)
+class _Written:
+    """Tensors that have been written, or are being written, and may be referred to."""
+
+    path: Path
+    state: Hashable
+    extra: dict[str, Tensor]
+    created: int = 0
+    """Mark of the checkpoint that was committed with them; 0 while there is none."""
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A background save that is not committed yet."""
+
+    path: Path
+    writer: BoxWriter
+    plan: SavePlan
+    table: Metadata
+    objects: Objects | None
+    staged: Staged
+    stall_seconds: float = 0.0
+    linked: list[tuple[Path, Path, Objects | None]] = field(default_factory=list)
+    """Path, staging folder and objects of saves of the same tensors."""
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Saver:
+    """All ranks of `process_group` (None: the world) call each method together, but for
+    `before_update`, `is_pending`, `abandon` and `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool = True,
+    ) -> None:
+        self._ranks = RankGroup(process_group)
+        self._plans = PlanCache()
+        self._stager = Stager(device, pin_memory=pin_memory)
+        self._pending: _Pending | None = None
+        self._last: _Written | None = None
+        self.times: SaveTimes | None = None
+        """Of the last save that was committed."""
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        objects: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any],
+        codec: Codec = PLAIN,
+        state: Hashable = None,
+        background: bool = False,
+        steady: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """As `save` of this package; in the `background`, what went wrong is raised by `poll` or
+        `finish`.
+
+        `state` stands for the values of the tensors: where it equals that of the save before, the
+        data files get a second name instead of being written again. `steady` says which tensors
+        don't change before `before_update` is called, so that their copies need not be waited for.
+        """
+        began, prepared = time.monotonic(), list[Objects]()
+        last, same = self._last, False
+        if last is not None and state is not None:
+            (same,) = self._ranks.minimum(last.state == state)
+        if not same:
+            self.finish()
+
+        def prepare() -> tuple[Path, bool]:
+            prepared.append(encode_objects(objects, metadata, codec))
+            return self._prepare(path, prepared[0], last if same else None)
+
+        staging, linked = self._ranks.broadcast("preparing the save", prepare)
+        mine = prepared[0] if prepared else None
+        if linked:
+            assert last is not None
+            seconds = time.monotonic() - began
+            if self._pending is not None:
+                self._pending.linked.append((path, staging, mine))
+                self._pending.stall_seconds += seconds
+            else:
+                self._log(f"saved {path}: its tensors are those of {last.path}; {seconds:.3f} s")
+            return
+        self._last, created = None, 0
+        planner, writer = BoxSavePlanner(), BoxWriter(staging)
+        extra = {} if mine is None else mine.tensors
+        try:
+            self.finish()
+            plan, table = self._plans.plan(tensors, extra, planner, writer, self._ranks)
+            if background:
+                staged = self._stager.stage(plan, planner, staging, steady, began)
+                self._pending = _Pending(
+                    path=path, writer=writer, plan=plan, table=table, objects=mine, staged=staged
+                )
+            else:
+                created = self._write(path, plan, table, planner, writer, mine, began)
+        except BaseException:
+            if self._ranks.is_first:
+                discard(staging)
+            raise
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in extra.items()}
+        self._last = _Written(path=path, state=state, extra=kept, created=created)
+        if self._pending is not None:
+            self._pending.stall_seconds = time.monotonic() - began
+
+    def _prepare(self, path: Path, objects: Objects, like: _Written | None) -> tuple[Path, bool]:
+        """On the first rank: make a staging folder; whether its tensors are those of `like`."""
+        staging = begin(path)
+        if like is None or not _equal(objects.tensors, like.extra):
+            return staging, False
+        if self._pending is not None:
+            return staging, can_link(self._pending.writer.folder, staging)
+        try:
+            commit_linked(path, staging, like.path, objects, created=like.created)
+        except (OSError, CheckpointError):  # e.g. removed meanwhile, or no hard links there
+            discard(staging)
+            return begin(path), False
+        return staging, True
+
+    def _write(
+        self,
+        path: Path,
+        plan: SavePlan,
+        table: Metadata,
+        planner: BoxSavePlanner,
+        writer: BoxWriter,
+        objects: Objects | None,
+        began: float,
+    ) -> int:
+        ranks = self._ranks
+        written = ranks.gather("writing the tensors", lambda: write_boxes(plan, planner, writer))
+
+        def put_in_place() -> tuple[int, int]:
+            assert objects is not None
+            created = commit(path, writer, table, written, objects)
+            return created, sum(file.size for _, file in written if file is not None)
+
+        created, num_bytes = ranks.broadcast("committing the checkpoint", put_in_place)
+        seconds = time.monotonic() - began
+        self.times = SaveTimes(
+            path=str(path),
+            num_bytes=num_bytes,
+            stall_seconds=seconds,
+            staging_seconds=0.0,
+            write_seconds=seconds,
+        )
+        self._log(self.times.describe())
+        return created
+
+    def _log(self, line: str) -> None:
+        if self._ranks.is_first:
+            get_logger(__name__).info(line)
+
+    # ------------------------------------------------------------------ in the background
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Plan for tensors that will be saved, and allocate host memory for them meanwhile."""
+        planner = BoxSavePlanner()
+        plan, _ = self._plans.plan(tensors, {}, planner, _NoFolder(""), self._ranks)
+        self._stager.prepare([planner.resolve_data(item) for item in plan.items])
+
+    def before_update(self) -> None:
+        """To be called before the steady tensors of a save change; the device waits, if need be,
+        and not the host.
+        """
+        if self._pending is not None:
+            self._pending.staged.before_update()
+
+    def is_pending(self, path: Path) -> bool:
+        """Whether a save to `path` is under way."""
+        pending = self._pending
+        return pending is not None and path in [pending.path, *(p for p, _, _ in pending.linked)]
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Call `action` on this rank when the save that is under way has been committed, or now if
+        there is none. It is not called if that save fails.
+        """
+        if self._pending is None:
+            action()
+        else:
+            self._pending.afterwards.append(action)
+
+    def poll(self) -> None:
+        """Commit the save that is under way if all ranks have written their parts. Costs nothing
+        if there is none.
+
+        Raises CheckpointError on all ranks if the writing has failed on any.
+        """
+        if self._pending is None:
+            return
+        job = self._pending.staged.job
+        done, fine = self._ranks.minimum(not job.is_alive(), not job.failed)
+        if done or not fine:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way and commit it; raises as `poll`."""
+        pending = self._pending
+        if pending is None:
+            return
+        began = time.monotonic()
+        ranks = self._ranks
+        try:
+            written = ranks.gather(
+                f"saving {pending.path} in the background", lambda: _rank_result(pending)
+            )
+
+            def put_in_place() -> tuple[int, SaveTimes]:
+                created = _commit(pending, [result for result, _ in written])
+                return created, _times(pending, written, time.monotonic() - began)
+
+            created, self.times = ranks.broadcast("committing the checkpoint", put_in_place)
+            if self._last is not None:
+                self._last.created = created
+        except BaseException:
+            self._last = None
+            if ranks.is_first:
+                for staging in [pending.writer.folder, *(s for _, s, _ in pending.linked)]:
+                    discard(staging)
+            raise
+        finally:
+            self._pending = None
+        names = "".join(f", also as {path}" for path, _, _ in pending.linked)
+        self._log(self.times.describe() + names)
+        for action in pending.afterwards:
+            action()
+
+    def abandon(self) -> None:
+        """Give up the save that is under way, without a word to other ranks."""
+        self._pending = None
+        self._last = None
+        self._stager.kill()
+
+    def close(self) -> None:
+        """End the writer process and free host memory; a save that is under way is given up."""
+        if self._pending is not None:
+            self.abandon()
+        self._stager.close()
+        self._last = None
+
+
+class _NoFolder(BoxWriter):
+    """Takes part in planning alone."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make no folder."""
+
+
+_Answer = tuple[RankResult, tuple[float, float, float]]
+
+
+def _rank_result(pending: _Pending) -> _Answer:
+    """What this rank's process wrote; stall, staging and write time in seconds."""
+    job = pending.staged.job
+    answer = job.result()
+    if answer is None:
+        return ([], None), (pending.stall_seconds, job.staging_seconds, 0.0)
+    file = pending.plan.storage_data
+    results = []
+    for item, (start, length, crc32) in zip(pending.plan.items, answer["boxes"], strict=True):
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        stored = StoredBox(box, file, start, length, crc32)
+        results.append(WriteResult(item.index, length, stored))
+    written = WrittenFile(file, answer["size"], answer["crc32"])
+    return (results, written), (pending.stall_seconds, job.staging_seconds, answer["seconds"])
+
+
+def _commit(pending: _Pending, written: list[RankResult]) -> int:
+    assert pending.objects is not None
+    created = commit(pending.path, pending.writer, pending.table, written, pending.objects)
+    for path, staging, objects in pending.linked:
+        assert objects is not None
+        commit_linked(path, staging, pending.path, objects, created=created)
+    return created
+
+
+def _times(pending: _Pending, answers: list[_Answer], commit_seconds: float) -> SaveTimes:
+    stall, staging, write = (max(values) for values in zip(*(t for _, t in answers), strict=True))
+    return SaveTimes(
+        path=str(pending.path),
+        num_bytes=sum(file.size for (_, file), _ in answers if file is not None),
+        stall_seconds=stall + commit_seconds,
+        staging_seconds=staging,
+        write_seconds=write,
+    )
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor.cpu(), other[name])
+        for name, tensor in one.items()
+    )

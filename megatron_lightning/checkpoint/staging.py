@@ -1,0 +1,169 @@
+"""Copies of a rank's boxes in host memory, and their way to the writer process.
+
+Copies from a GPU run on a stream of their own, beside the next step. Tensors that only the
+optimizer changes (`steady`) may still be on their way when training goes on; the device waits for
+them just before the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+
+from megatron_lightning.checkpoint.background import WriteJob, WriterProcess
+from megatron_lightning.checkpoint.buffers import HostBuffers
+from megatron_lightning.checkpoint.errors import CheckpointError
+from megatron_lightning.checkpoint.planner import BoxSavePlanner
+
+
+@dataclass(kw_only=True)
+class Staged:
+    """One rank's boxes on their way."""
+
+    job: WriteJob
+    copied: torch.cuda.Event | None = None
+    sources: Sequence[tuple[str, Tensor, int]] = ()
+    """Name, memory and version of what is still being copied."""
+
+    def before_update(self) -> None:
+        """Let the device wait for the copies, and note what was changed under them."""
+        if self.copied is None:
+            return
+        torch.cuda.current_stream().wait_event(self.copied)
+        changed = [name for name, view, version in self.sources if _version(view) != version]
+        if changed:
+            self.job.fail(
+                CheckpointError(
+                    f"{changed[0]} was changed while it was copied, by something else than the"
+                    f" optimizer; set CheckpointConfig(overlap_copies=False)"
+                )
+            )
+        self.copied, self.sources = None, ()
+
+
+class Stager:
+    """This rank's host memory and writer process, made when they are first needed. Takes part in no
+    collective.
+    """
+
+    def __init__(self, device: torch.device | None, *, pin_memory: bool) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._pin_memory = pin_memory
+        self._buffers: HostBuffers | None = None
+        self._process: WriterProcess | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, views: Sequence[Tensor]) -> None:
+        """Allocate host memory for tensors like these, while training goes on."""
+        buffers, _ = self._open()
+        lengths = [_num_bytes(view) for view in views]
+
+        def allocate() -> None:
+            with contextlib.suppress(OSError, RuntimeError):  # said when it is needed
+                buffers.place(lengths)
+
+        self._preparing = threading.Thread(target=allocate, name="host memory", daemon=True)
+        self._preparing.start()
+
+    def stage(
+        self,
+        plan: SavePlan,
+        planner: BoxSavePlanner,
+        folder: Path,
+        steady: Callable[[str], bool],
+        began: float,
+    ) -> Staged:
+        """Start to copy and write this rank's boxes into the staging `folder`. An error is that of
+        the job.
+        """
+        try:
+            views = [(item.index.fqn, planner.resolve_data(item)) for item in plan.items]
+            buffers, process = self._open()
+            process.start()
+            lengths = [_num_bytes(view) for _, view in views]
+            places = buffers.place(lengths)
+            targets = [buffers.view(p, v) for p, (_, v) in zip(places, views, strict=True)]
+            copied, sources = self._copy(views, targets, steady)
+            job = WriteJob(
+                process,
+                folder / plan.storage_data if views else None,
+                list(zip(places, lengths, strict=True)),
+                wait_for_copies=copied.synchronize if copied is not None else lambda: None,
+                began=began,
+            )
+        except Exception as error:  # whatever it is: all ranks hear of it when they poll
+            job, copied, sources = WriteJob.failed_before(error), None, []
+        job.start()
+        return Staged(job=job, copied=copied, sources=sources)
+
+    def _open(self) -> tuple[HostBuffers, WriterProcess]:
+        self._join()
+        if self._buffers is None or self._process is None:
+            self._buffers = HostBuffers(self._device if self._pin_memory else None)
+            self._process = WriterProcess(self._buffers.descriptor)
+        return self._buffers, self._process
+
+    def _copy(
+        self,
+        views: Sequence[tuple[str, Tensor]],
+        targets: Sequence[Tensor],
+        steady: Callable[[str], bool],
+    ) -> tuple[torch.cuda.Event | None, list[tuple[str, Tensor, int]]]:
+        """Return when the copies will be complete, and what of it training must not change."""
+        if self._device is None:
+            for (_, view), target in zip(views, targets, strict=True):
+                target.copy_(view)
+            return None, []
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(current)
+        later = []
+        with torch.cuda.stream(self._stream):
+            for (name, view), target in zip(views, targets, strict=True):
+                if view.is_cuda and steady(name):
+                    later.append((name, view, target))
+                else:
+                    target.copy_(view, non_blocking=True)
+            current.wait_event(self._stream.record_event())
+            for _, view, target in later:
+                target.copy_(view, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return copied, [(name, view, _version(view)) for name, view, _ in later]
+
+    def _join(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def kill(self) -> None:
+        """End the writer process at once; another is started when it is needed."""
+        if self._process is not None:
+            self._process.close(kill=True)
+
+    def close(self) -> None:
+        """End the writer process and free host memory."""
+        self._join()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
