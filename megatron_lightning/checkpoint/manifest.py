@@ -12,12 +12,12 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_lightning import __version__
 from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.checkpoint.index import FORMAT_VERSION
 
@@ -50,7 +50,7 @@ class Manifest:
     metadata: Any
     """What the caller of `save` added, encoded."""
     format_version: int = FORMAT_VERSION
-    program_version: str = field(default_factory=lambda: _program_version())
+    program_version: str = __version__
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
     created_unix_ns: int = field(default_factory=time.time_ns)
     """When the manifest was made, in nanoseconds since 1970."""
@@ -166,10 +166,3 @@ def pickle_note(beginning: bytes) -> str:
 
 def _self_crc32(body: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(body, sort_keys=True, allow_nan=False).encode()):08x}"
-
-
-def _program_version() -> str:
-    try:
-        return version("megatron-lightning")
-    except PackageNotFoundError:  # run from a source tree that was not installed
-        return "unknown"

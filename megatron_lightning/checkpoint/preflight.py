@@ -5,6 +5,8 @@ hold the model that is to be loaded.
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_lightning.checkpoint.checks import open_checkpoint
 from megatron_lightning.checkpoint.errors import CheckpointError
@@ -15,20 +17,29 @@ from megatron_lightning.checkpoint.state import OBJECTS_FILE
 _SHOWN = 5
 
 
-def read_index(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The table of tensors, after the checksums of all tables have been compared.
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What a checkpoint says of itself."""
 
-    Raises CheckpointError naming the file. No tensor is read.
+    index: Mapping[str, StoredTensor]
+    """Its tensors."""
+    objects: Mapping[str, Any]
+    """Everything else, encoded (`Codec`); plain text and numbers are themselves."""
+
+
+def read_tables(path: str | os.PathLike[str]) -> Tables:
+    """The tables of a checkpoint, after their checksums have been compared; no tensor is read.
+
+    Raises CheckpointError naming the file.
     """
     folder = local_path(path)
     manifest = open_checkpoint(folder)
     try:
-        json.loads(read_checked(folder, manifest, OBJECTS_FILE))
-    except ValueError as error:
+        objects = dict(json.loads(read_checked(folder, manifest, OBJECTS_FILE)))
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / OBJECTS_FILE} is damaged: {error}") from error
-    return index_from_json(
-        read_checked(folder, manifest, METADATA_FILE), str(folder / METADATA_FILE)
-    )
+    table = read_checked(folder, manifest, METADATA_FILE)
+    return Tables(index_from_json(table, str(folder / METADATA_FILE)), objects)
 
 
 def model_problems(

@@ -1,7 +1,9 @@
 """What a wrong input looks like on the command line: one message, exit status 2, no traceback.
 
 A `ConfigurationError` of this package's checks and the `UserError` of a command are wrong input
-wherever they come from. Any other exception is a crash and keeps its traceback.
+wherever they come from. A `CheckpointError` says by itself what is wrong with which file: one
+message too, with status 1, since it may be no input but the disk that fills up. Any other exception
+is a crash and keeps its traceback.
 """
 
 import sys
@@ -14,6 +16,7 @@ from typing import NoReturn
 from megatron_lightning.config.validate import ConfigurationError
 
 EXIT_WRONG_INPUT = 2
+EXIT_CHECKPOINT = 1
 
 
 class UserError(Exception):
@@ -51,6 +54,13 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], name
         return _report(name, error)
     except ConfigurationError as error:
         return _report(name, error)
+    except RuntimeError as error:
+        from megatron_lightning.checkpoint.errors import CheckpointError  # not before torch is
+
+        if not isinstance(error, CheckpointError):
+            raise
+        _report(name, error)
+        return EXIT_CHECKPOINT
     return 0
 
 

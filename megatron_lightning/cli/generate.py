@@ -21,6 +21,14 @@ def main(arguments: list[str]) -> None:
     from megatron_lightning.models import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    problems = sampling.check()
+    if options.max_new_tokens < 0:
+        problems.append(f"max_new_tokens={options.max_new_tokens} must not be negative")
+    if not 0 <= options.seed < 2**64:
+        problems.append(f"seed={options.seed} must be between 0 and 2^64 - 1")
+    problems += _device_problems(options.device)
+    if problems:
+        raise UserError("\n".join(problems))
     with wrong_input(CheckpointError):
         text = continue_text(
             options.checkpoint,
@@ -62,10 +70,18 @@ def continue_text(
     """
     import torch
 
+    from megatron_lightning.checkpoint.preflight import read_tables
     from megatron_lightning.data import load_tokenizer
     from megatron_lightning.models import GPTModel
+    from megatron_lightning.models.module import TOKENIZER_DIGEST
 
     vocabulary = load_tokenizer(tokenizer)
+    known = read_tables(checkpoint).objects.get(TOKENIZER_DIGEST)
+    if known is not None and known != vocabulary.digest:
+        raise ValueError(
+            f"tokenizer={str(tokenizer)!r} is {vocabulary.digest}, the model of {checkpoint} was"
+            f" trained with {known}: use the tokenizer that it was trained with"
+        )
     tokens = vocabulary.encode(prompt)
     if not tokens:
         raise ValueError(f"prompt={prompt!r}: give at least one token of text to continue")
@@ -83,6 +99,26 @@ def continue_text(
         generator=torch.Generator(device).manual_seed(seed),
     )
     return vocabulary.decode(result[0, len(tokens) :].tolist())
+
+
+def _device_problems(name: str) -> list[str]:
+    """Why a device can't be used, found before anything is loaded."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return [f"--device {name}: not a torch device; give cpu, cuda or cuda:N"]
+    if device.type == "cpu":
+        return []
+    if device.type == "meta":
+        return [f"--device {name}: holds no values; give cpu, cuda or cuda:N"]
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"--device {name}: there is no such device here ({reason}); give --device cpu"]
+    return []
 
 
 def _parser() -> Parser:

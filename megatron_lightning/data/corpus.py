@@ -20,6 +20,8 @@ class Vocabulary(NamedTuple):
     """Number of ids."""
     eod_id: int | None
     """End-of-document token."""
+    digest: str | None = None
+    """Identity of the vocabulary, see `Tokenizer.digest`."""
 
 
 def read_vocabulary(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None) -> Vocabulary:
@@ -34,9 +36,10 @@ def read_vocabulary(paths: Sequence[str], tokenizer: str | os.PathLike[str] | No
         source = load_tokenizer(tokenizer)
     else:
         source = next((card for path in paths if (card := read_card(path)) is not None), None)
-    return (
-        Vocabulary(None, None) if source is None else Vocabulary(source.vocab_size, source.eod_id)
-    )
+    if source is None:
+        return Vocabulary(None, None)
+    digest = source.tokenizer_digest if isinstance(source, DataCard) else source.digest
+    return Vocabulary(source.vocab_size, source.eod_id, digest)
 
 
 def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None) -> list[str]:

@@ -23,6 +23,8 @@ from megatron_lightning.layers.whole import materialise_whole
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
+TOKENIZER_DIGEST = "tokenizer_digest"
+"""Attribute of a data module, and entry of a checkpoint: identity of the tokenizer."""
 
 
 class MegatronModule(LightningModule, ABC):
@@ -93,6 +95,12 @@ class MegatronModule(LightningModule, ABC):
             owner = tied.get(canonical.removeprefix(prefix))
             found.setdefault(canonical if owner is None else prefix + owner, parameter)
         return found
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note the tokenizer of the training data, so that no other one is used by mistake."""
+        digest = getattr(self.trainer.datamodule, TOKENIZER_DIGEST, None)  # type: ignore[attr-defined]
+        if digest is not None:
+            checkpoint[TOKENIZER_DIGEST] = digest
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

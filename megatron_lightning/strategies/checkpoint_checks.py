@@ -8,14 +8,16 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from megatron_lightning.checkpoint import CheckpointError
-from megatron_lightning.checkpoint.preflight import model_problems, read_index
+from megatron_lightning.checkpoint.preflight import model_problems, read_tables
 
 _WORDS = ("last", "best", "hpc", "registry")
 
 
-def check_checkpoint_path(path: Any, module: LightningModule | None = None) -> list[str]:
+def check_checkpoint_path(
+    path: Any, module: LightningModule | None = None, data: Any = None
+) -> list[str]:
     """Violation of a `ckpt_path` that names nothing, something else than a checkpoint, a damaged
-    one, or one of another model.
+    one, or one of another model or tokenizer.
 
     Only tables are read. Words such as "last" are left to Lightning.
     """
@@ -27,11 +29,17 @@ def check_checkpoint_path(path: Any, module: LightningModule | None = None) -> l
             f"checkpoint folder, or None to start afresh"
         ]
     try:
-        index = read_index(path)
+        tables = read_tables(path)
     except (CheckpointError, OSError) as error:
         return [
             f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
             f"that MegatronStrategy has saved ({error})"
+        ]
+    own, known = getattr(data, "tokenizer_digest", None), tables.objects.get("tokenizer_digest")
+    if None not in (own, known) and own != known:
+        return [
+            f"ckpt_path={str(path)!r}: it was trained with the tokenizer {known}, that of the data "
+            f"module is {own}; use the same, or load the weights alone with load_weights"
         ]
     zoo: Any = module
     if zoo is None or not hasattr(
@@ -39,7 +47,7 @@ def check_checkpoint_path(path: Any, module: LightningModule | None = None) -> l
     ):  # a module of the user's: as the ranks cut it
         return []
     problems = model_problems(
-        index,
+        tables.index,
         zoo.global_shapes(),
         scope=f"model.{zoo.network_attribute}.",
         optional=frozenset(

@@ -57,7 +57,7 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     """
     problems = _started_problems(strategy)
     problems += check_checkpoint_path(
-        arguments.get("ckpt_path"), given_module(trainer, arguments)
+        arguments.get("ckpt_path"), given_module(trainer, arguments), given_datamodule(arguments)
     )
     trainer_check = getattr(given_datamodule(arguments), "check_trainer", None)
     if trainer_check is not None:

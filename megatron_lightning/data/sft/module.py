@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -194,6 +195,11 @@ class SFTDataModule(TokenDataModule):
     def vocab_size(self) -> int:
         """Number of token ids of the tokenizer."""
         return load_tokenizer(self.tokenizer).vocab_size
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Identity of the tokenizer; kept in checkpoints."""
+        return load_tokenizer(self.tokenizer).digest
 
     def _samples_wanted(self) -> int | None:
         return None  # an epoch is a pass over all samples, however many steps there are
