@@ -21,7 +21,7 @@ from megatron_lightning.data.gpt_index import (
     build_shuffle_index,
     plan_epochs,
 )
-from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.token_store import TokenStore
 
 _INDEX_VERSION = 1  # part of the cache key: raise it when an index function changes
 
@@ -55,7 +55,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        indexed: IndexedDataset,
+        indexed: TokenStore,
         sequence_range: range,
         num_samples: int | None,
         seq_length: int,

@@ -138,17 +138,28 @@ class GPTModel(MegatronModule):
             {"loss": loss, "num_tokens": num_tokens} if self.loss_normalization == "token" else loss
         )
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        """Log `val_loss`, the mean over all tokens of the validation set."""
-        return self._evaluate(batch, "val_loss")
+    def validation_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> Any:
+        """Log `val_loss`, the mean over all tokens of the validation set; of several sets that the
+        data module names, `val_loss/NAME`.
+        """
+        return self._evaluate(batch, "val_loss", "valid", dataloader_idx)
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        """Log `test_loss`, the mean over all tokens of the test set."""
-        return self._evaluate(batch, "test_loss")
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log `test_loss`, as `validation_step` does."""
+        return self._evaluate(batch, "test_loss", "test", dataloader_idx)
 
-    def _evaluate(self, batch: dict[str, Tensor], name: str) -> Any:
+    def _evaluate(
+        self, batch: dict[str, Tensor], metric: str, part: str, dataloader_idx: int
+    ) -> Any:
         loss, num_tokens = self.token_losses(batch)
-        self.log(name, loss, prog_bar=True)
+        names = getattr(self.trainer.datamodule, "evaluation_names", None)  # type: ignore[attr-defined]
+        name = None if names is None else names(part)[dataloader_idx]
+        if name is None:
+            self.log(metric, loss, prog_bar=True)
+        else:
+            self.log(f"{metric}/{name}", loss, prog_bar=True, add_dataloader_idx=False)
         return {"loss": loss, "num_tokens": num_tokens}
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

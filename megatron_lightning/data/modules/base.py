@@ -19,6 +19,8 @@ from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.samplers import GlobalBatchSampler
 
 EvaluationPart = Literal["valid", "test"]
+EvaluationSets = Mapping[str | int, OrderedSource]
+"""Data sets by name, or by number where Lightning's names are to be used ("" for a single one)."""
 
 
 class TokenDataModule(LightningDataModule):
@@ -66,7 +68,7 @@ class TokenDataModule(LightningDataModule):
         self.num_train_samples, self.num_workers = num_train_samples, num_workers
         self._train: OrderedSource | None = None
         self._train_samples = 0
-        self._evaluation: dict[EvaluationPart, dict[str, OrderedSource]] = {}
+        self._evaluation: dict[EvaluationPart, EvaluationSets] = {}
         self._loader: StatefulLoader | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -76,10 +78,8 @@ class TokenDataModule(LightningDataModule):
         """Returns the training data: at least `samples` samples, None for one epoch of it."""
         raise NotImplementedError
 
-    def _build_evaluation(self, part: EvaluationPart) -> dict[str, OrderedSource]:
-        """Returns the data sets of validation or testing by name; a single one may have no name
-        ("").
-        """
+    def _build_evaluation(self, part: EvaluationPart) -> EvaluationSets:
+        """Returns the data sets of validation or testing."""
         raise NotImplementedError
 
     def _data_errors(self) -> list[str]:
@@ -203,7 +203,8 @@ class TokenDataModule(LightningDataModule):
             self._train = self._build_train(wanted)
             length = len(self._train)
             self._train_samples = length if wanted is None else min(wanted, length)
-            if self._train_samples < (first := self.batch_size_schedule.at(0)):
+            first = self.batch_size_schedule.at(0)
+            if self.drop_last and self._train_samples < first:
                 raise ValueError(
                     f"global_batch_size={first}: the training data gives only "
                     f"{self._train_samples} samples of {self.seq_length} tokens: lower the batch "
@@ -256,6 +257,16 @@ class TokenDataModule(LightningDataModule):
         sources = self._evaluation[part].values()
         loaders = [self._evaluation_loader(source) for source in sources if len(source)]
         return loaders[0] if len(loaders) == 1 else loaders
+
+    def evaluation_names(self, part: EvaluationPart) -> list[str | None]:
+        """Returns the names of the data sets of validation or testing in the order of their
+        loaders; None for one whose metrics get Lightning's `/dataloader_idx_N` (or nothing, if it
+        is the only one).
+        """
+        sets = self._evaluation.get(part, {})
+        return [
+            str(name) if type(name) is str and name else None for name in sets if len(sets[name])
+        ]
 
     def _evaluation_loader(self, dataset: OrderedSource) -> StatefulLoader:
         # No larger than the data needs: a batch of mostly padding would cost as much as a full one.

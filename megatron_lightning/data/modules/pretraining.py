@@ -2,42 +2,56 @@
 
 import os
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
+from pathlib import Path
 
-from megatron_lightning.data.blend import OrderedSource, build_blend, parse_blend
+from megatron_lightning.data.blend import OrderedSource, build_blend
+from megatron_lightning.data.blend_spec import Blend, BlendLike, SetsLike, read_blend, read_sets
 from megatron_lightning.data.corpus import Vocabulary, corpus_errors, read_vocabulary
 from megatron_lightning.data.gpt import GPTDataset
 from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.modules.base import EvaluationPart, TokenDataModule
+from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
 from megatron_lightning.data.ramp import Rampup
 from megatron_lightning.data.splits import parse_split, split_ranges
+from megatron_lightning.data.token_store import MockCorpus, TokenStore
+
+DEFAULT_SPLIT = "969,30,1"
+MOCK = "mock"
 
 
 class PretrainingDataModule(TokenDataModule):
     """Samples of `seq_length` tokens from one corpus or a blend, split into train, valid and test.
 
     Constructing it opens no file. Batches are dicts of `tokens`, `labels`, `position_ids` (int64)
-    and `loss_mask` (float32), each (global_batch_size / data-parallel size, S).
+    and `loss_mask` (float32), each (global_batch_size / data-parallel size, S), and `account`, what
+    each sample is and counts for.
 
     Training draws from a weighted blend in its given proportions. Validation and test are one pass
     over the whole split of every corpus whose weight is not 0: each sample counts once, and samples
     that only fill up a batch have a loss mask of 0.
 
     Args:
-        paths: path of a `.bin`/`.idx` pair without suffix, a list of them, or `weight path weight
-            path ...`.
+        paths: path of a `.bin`/`.idx` pair without suffix; a list of them; `{path: weight}`; or
+            `weight path weight path ...` as a list or one string. None with `mock_data`.
         seq_length: tokens a sample.
         micro_batch_size: sequences per data-parallel rank per forward.
         global_batch_size: sequences per batch of all ranks together.
-        split: shares of train, valid and test.
+        split: shares of train, valid and test; None means 969,30,1. Not with `valid_paths` or
+            `test_paths`.
+        valid_paths: corpora for validation, used whole, in a form of `paths`; or `{name: ...}` for
+            several sets, whose metrics then end with `/NAME`. Training uses `paths` whole then.
+        test_paths: the same for testing.
+        multiple_validation_sets: each validation corpus is a set of its own, and its metrics end
+            with `/dataloader_idx_N`.
+        mock_data: made-up documents in place of corpora.
         rampup_batch_size: smaller batches at first: `[start, increment, samples]` as Megatron's
             option of this name, or steps `[[0, size], [sample, size], ...]`.
         num_train_samples: sequences to train on; None means what `Trainer(max_steps)` needs, or one
             pass over the training split when that is not set.
         seed: of the order of the samples, 0 to 2^32 - 1.
         num_workers: processes per rank that read ahead; 0 reads in the training process.
-        tokenizer: "bytes", a `tokenizer.json` file or its folder; checked against the data cards.
-            Not needed when there is a data card.
+        tokenizer: "bytes", a tokenizer's file or folder; checked against the data cards. Not needed
+            when there is a data card. Mock data take "bytes" by default.
         eod_mask_loss: no loss where the input is an end-of-document token.
         reset_position_ids: positions begin at 0 after each end-of-document token.
         cache_dir: folder that keeps the index arrays between runs; None builds them in memory.
@@ -48,12 +62,16 @@ class PretrainingDataModule(TokenDataModule):
 
     def __init__(
         self,
-        paths: str | Sequence[str | float],
+        paths: BlendLike | None,
         seq_length: int,
         micro_batch_size: int,
         global_batch_size: int,
         *,
-        split: str = "969,30,1",
+        split: str | None = None,
+        valid_paths: SetsLike | None = None,
+        test_paths: SetsLike | None = None,
+        multiple_validation_sets: bool = False,
+        mock_data: bool = False,
         rampup_batch_size: Rampup | None = None,
         num_train_samples: int | None = None,
         seed: int = 1234,
@@ -72,14 +90,41 @@ class PretrainingDataModule(TokenDataModule):
             seed=seed,
             num_workers=num_workers,
         )
-        self.split, self.tokenizer, self.cache_dir = split, tokenizer, cache_dir
+        self.mock_data, self.cache_dir = mock_data, cache_dir
+        self.tokenizer = "bytes" if mock_data and tokenizer is None else tokenizer
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
-        errors: list[str] = []
+        self.multiple_validation_sets = multiple_validation_sets
+        self.has_own_evaluation = valid_paths is not None or test_paths is not None
+        self.split = split or ("1" if self.has_own_evaluation else DEFAULT_SPLIT)
+        errors = self._conflicts(paths, split)
+        self._train_blend = Blend([MOCK], None)
+        self._evaluation_blends: dict[EvaluationPart, dict[str, Blend]] = {}
         try:
-            self.paths, self.weights = parse_blend(paths)
+            if paths is not None:
+                self._train_blend = read_blend(paths)
+            if valid_paths is not None:
+                self._evaluation_blends["valid"] = read_sets(valid_paths, "valid_paths")
+            if test_paths is not None:
+                self._evaluation_blends["test"] = read_sets(test_paths, "test_paths")
         except ValueError as error:
             errors.append(str(error))
+        self.paths, self.weights = self._train_blend
         self._raise_if_wrong(errors)
+
+    def _conflicts(self, paths: BlendLike | None, split: str | None) -> list[str]:
+        errors = []
+        if self.mock_data and (paths is not None or self.has_own_evaluation):
+            errors.append("mock_data=True: leave paths=None, valid_paths and test_paths out")
+        if not self.mock_data and paths is None:
+            errors.append(
+                "paths=None: give the path of a .bin/.idx pair without suffix, or mock_data=True"
+            )
+        if split is not None and self.has_own_evaluation:
+            errors.append(
+                f'split="{split}" with valid_paths or test_paths: these are used whole, and so is '
+                "paths for training; leave split out"
+            )
+        return errors
 
     def _argument_errors(self) -> list[str]:
         errors = super()._argument_errors()
@@ -89,8 +134,16 @@ class PretrainingDataModule(TokenDataModule):
             errors.append(str(error))
         return errors
 
+    @property
+    def all_paths(self) -> list[str]:
+        """Every corpus of training, validation and testing, once; none for mock data."""
+        if self.mock_data:
+            return []
+        blends = [blend for sets in self._evaluation_blends.values() for blend in sets.values()]
+        return list(dict.fromkeys(path for b in [self._train_blend, *blends] for path in b.paths))
+
     def _data_errors(self) -> list[str]:
-        errors = corpus_errors(self.paths, self.tokenizer)
+        errors = corpus_errors(self.all_paths, self.tokenizer)
         if not errors and (self.eod_mask_loss or self.reset_position_ids) and self.eod_id is None:
             errors.append(
                 "tokenizer: eod_mask_loss and reset_position_ids need the end-of-document token, "
@@ -108,49 +161,65 @@ class PretrainingDataModule(TokenDataModule):
         """End-of-document token by tokenizer or data card; None when there is neither."""
         return self._vocabulary().eod_id
 
-    @cached_property
-    def tokenizer_digest(self) -> str | None:
-        """Identity of the tokenizer by itself or data card; kept in checkpoints."""
-        return self._vocabulary().digest
-
     def _vocabulary(self) -> Vocabulary:
-        return read_vocabulary(self.paths, self.tokenizer)
+        return read_vocabulary(self.all_paths, self.tokenizer)
+
+    # ------------------------------------------------------------------ data sets
 
     def _build_train(self, samples: int | None) -> OrderedSource:
-        return self._build("train", self.weights, samples)
+        blend = self._train_blend
+        return self._build(blend.paths, blend.weights, samples, "train", "train")
 
-    def _build_evaluation(self, part: EvaluationPart) -> dict[str, OrderedSource]:
-        return {"": self._build(part, None, None)}
+    def _build_evaluation(self, part: EvaluationPart) -> EvaluationSets:
+        """All of every corpus that has a weight, each sample once."""
+        if self.has_own_evaluation:
+            blends, taken = self._evaluation_blends.get(part, {}), "train"
+        else:
+            blends, taken = {"": self._train_blend}, part
+        sets: dict[str | int, list[str]] = {name: blend.used for name, blend in blends.items()}
+        if self.multiple_validation_sets and part == "valid":
+            members = [(name, path) for name, paths in sets.items() for path in paths]
+            sets = {
+                f"{name}/{Path(path).name}" if name else number: [path]
+                for number, (name, path) in enumerate(members)
+            }
+        return {name: self._build(paths, None, None, taken, part) for name, paths in sets.items()}
 
     def _build(
-        self, part: str, weights: Sequence[float] | None, samples: int | None
+        self,
+        paths: Sequence[str],
+        weights: Sequence[float] | None,
+        samples: int | None,
+        taken: str,
+        use: str,
     ) -> OrderedSource:
-        """Builds a split of the blend; without weights, all of every corpus that has a weight."""
-        given = self.weights or [1.0] * len(self.paths)
-        used = [
-            path
-            for path, weight in zip(self.paths, given, strict=True)
-            if weight > 0 or weights is not None
-        ]
-        eod_id = self.eod_id  # read once: a large tokenizer takes a second to load
-        make = [partial(self._build_one, path, part, eod_id) for path in used]
-        return build_blend(make, weights, samples, names=used, cache_dir=self.cache_dir)
+        """Builds the part `taken` of each corpus' split, for training, validation or testing."""
+        vocabulary = self._vocabulary()  # read once: a large tokenizer takes a second to load
+        make = [partial(self._build_one, path, taken, use, vocabulary) for path in paths]
+        return build_blend(make, weights, samples, names=paths, cache_dir=self.cache_dir)
 
     def _build_one(
-        self, path: str, part: str, eod_id: int | None, samples: int | None
+        self, path: str, taken: str, use: str, vocabulary: Vocabulary, samples: int | None
     ) -> GPTDataset:
-        indexed = IndexedDataset(path)
+        indexed = self._open(path, vocabulary)
         ranges = split_ranges(self.split, len(indexed))._asdict()
         return GPTDataset(
             indexed,
-            ranges[part],
+            ranges[taken],
             samples,
             self.seq_length,
             self.seed,
             eod_mask_loss=self.eod_mask_loss,
             reset_position_ids=self.reset_position_ids,
-            eod_id=eod_id,
-            drop_last=part == "train",  # elsewhere every token counts
+            eod_id=vocabulary.eod_id,
+            drop_last=use == "train",  # elsewhere every token counts
             cache_dir=self.cache_dir,
             name=path,
         )
+
+    def _open(self, path: str, vocabulary: Vocabulary) -> TokenStore:
+        if not self.mock_data:
+            return IndexedDataset(path)
+        assert vocabulary.vocab_size is not None
+        assert vocabulary.eod_id is not None
+        return MockCorpus(vocabulary.vocab_size, vocabulary.eod_id, seed=self.seed)
