@@ -53,6 +53,8 @@ class Run:
     """Steps whose gradients are compared."""
     make_batch: Callable[["Run", int], dict[str, Tensor]] | None = None
     """Module-level function in place of `global_batch`."""
+    make_data: Callable[["Run"], L.LightningDataModule] | None = None
+    """Module-level function in place of `Batches`."""
 
 
 class TokenBatches:
@@ -203,7 +205,7 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     trainer = L.Trainer(
         strategy=make_strategy(run.layout), callbacks=[recorder], **{**options, **run.trainer}
     )
-    trainer.fit(model, Batches(run))
+    trainer.fit(model, Batches(run) if run.make_data is None else run.make_data(run))
     return {
         "losses": recorder.losses,
         "logged": recorder.logged,

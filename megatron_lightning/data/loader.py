@@ -216,7 +216,9 @@ class _NotedDataset(Dataset[tuple[dict[str, Tensor], list[int]]]):
             sample, note = read_sample(self._dataset, index)
             return sample, account_row(index, sample, note)
         first = self._dataset[0]
-        return {**first, "loss_mask": torch.zeros_like(first["loss_mask"])}, padding_row()
+        empty = {"loss_mask": 0, "labels": -100}  # for modules that look at the one or the other
+        blank = {n: torch.full_like(first[n], v) for n, v in empty.items() if n in first}
+        return {**first, **blank}, padding_row()
 
 
 class _Collate:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.data.blend import OrderedSource
-from megatron_lightning.data.modules.base import EvaluationPart, TokenDataModule
+from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
 from megatron_lightning.data.sft.chat_template import ChatTemplate
 from megatron_lightning.data.sft.conversations import (
     FORMATS,
@@ -205,9 +205,13 @@ class SFTDataModule(TokenDataModule):
         return None  # an epoch is a pass over all samples, however many steps there are
 
     def _build_train(self, samples: int | None) -> OrderedSource:
-        return self._packed("train", self.train, part="train")
+        dataset = self._packed("train", self.train, part="train")
+        if len(dataset) == 0:
+            what = f"train: no document to train on with seq_length={self.seq_length}"
+            self._raise([f"{what}: {dataset.statistics}"])
+        return dataset
 
-    def _build_evaluation(self, part: EvaluationPart) -> dict[str, OrderedSource]:
+    def _build_evaluation(self, part: EvaluationPart) -> EvaluationSets:
         if self.split is not None:
             return {"": self._packed(part, self.train, part=part)}
         data = self.valid if part == "valid" else self.test
