@@ -30,6 +30,7 @@ COMMANDS = {
     "test": Command("trainer", "run the test set once", True),
     "predict": Command("trainer", "run predict_step over data", True),
     "preprocess": Command("preprocess", "JSON lines to an indexed corpus, tokenizer included"),
+    "data": Command("data", "look into corpora, merge and cut them"),
     "generate": Command("generate", "continue a prompt with the model of a checkpoint"),
     "inspect": Command("inspect", "say what is in a checkpoint or a corpus"),
     "convert": Command("convert", "write a checkpoint in another form, or read another program's"),
