@@ -80,6 +80,9 @@ class RuntimeConfig:
     """torch.distributed backend; None: nccl on CUDA, gloo on CPU."""
     timeout_seconds: float = 600.0
     """A collective that takes longer ends the job."""
+    save_on_preemption: bool = True
+    """When SIGTERM or SIGUSR1 ends a fit: save `hpc_ckpt_N.ckpt` in the Trainer's default_root_dir,
+    unless a callback saves on exceptions (docs/launching.md)."""
     seed: int | None = None
     """Seed of initial weights and dropout; None: the one of `seed_everything`, else 1234."""
     exact_dropout: bool = False

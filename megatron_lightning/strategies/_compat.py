@@ -15,7 +15,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,6 +40,11 @@ def set_world_ranks(strategy: MeshStrategy) -> None:
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The Trainer's own list of callbacks: its connector sets it, nothing declares it."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_trial(trainer: Trainer) -> bool:
+    """Whether this is a `fast_dev_run`, which leaves nothing behind."""
+    return bool(trainer.fast_dev_run)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
@@ -104,11 +108,11 @@ def replace_signal_handlers(
     connector._slurm_sigusr_handler_fn = requeue  # type: ignore[method-assign]
 
 
-def requeue_job(trainer: Trainer, signum: int) -> None:
-    """What Lightning does at SLURM's requeue signal: save a checkpoint, `scontrol requeue`. A
-    collective.
-    """
-    _SignalConnector._slurm_sigusr_handler_fn(trainer._signal_connector, signum, None)  # type: ignore[arg-type]
+def set_handler_from_before(trainer: Trainer, signum: int, handler: Any) -> None:
+    """Make `handler` what the Trainer puts back at the end, if it was to put one back."""
+    originals = trainer._signal_connector._original_handlers
+    if signum in originals:
+        originals[signum] = handler  # type: ignore[index]
 
 
 def note_sigterm(trainer: Trainer) -> None:
@@ -123,6 +127,21 @@ def skip_sigterm_broadcast(trainer: Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, "_broadcast_sigterm_tensor"):  # since Lightning 2.6
         loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def validation_to_be_done(trainer: Trainer) -> dict[str, Any]:
+    """Saved progress of a validation that has just begun, by which a resumed run does all of it."""
+    done = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed
+    begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    total = {name: number + done for name, number in begun.items()}
+    return {"total": total, "current": begun, "is_last_batch": False}
+
+
+def set_validation_progress(checkpoint: dict[str, Any], progress: dict[str, Any]) -> None:
+    """Put what `validation_to_be_done` gave into a checkpoint that is being made."""
+    loops = checkpoint["loops"]["fit_loop"]
+    assert "epoch_loop.val_loop.batch_progress" in loops
+    loops["epoch_loop.val_loop.batch_progress"] = progress
 
 
 # -------------------------------------------------------------------- launching

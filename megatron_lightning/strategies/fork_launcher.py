@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -31,7 +31,6 @@ from typing_extensions import override
 
 from megatron_lightning.strategies import _compat, startup
 from megatron_lightning.strategies.failure import (
-    SIGTERM_STATUS,
     RankFailure,
     how_it_ended,
     is_quiet,
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 _START_GRACE_SECONDS = 1.0
 _RUN_GRACE_SECONDS = 35.0
-_STOP_SECONDS = 30.0
 _EXIT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -82,6 +80,7 @@ class ForkLauncher(_Launcher):
         self._callbacks: list[Any] | None = None
         self._failures: list[_Failure] = []
         self._stopping: int | None = None
+        self._forwarded: tuple[int, ...] = (signal.SIGTERM,)
 
     @property
     @override
@@ -162,7 +161,7 @@ class ForkLauncher(_Launcher):
 
             def main(number: int = number, theirs: Any = theirs) -> None:
                 self._child = theirs
-                _become_rank(number, parent)
+                _become_rank(number, parent, self._forwarded)
                 self._run(number, function)
 
             process = context.Process(target=main, name=f"rank {number}")
@@ -190,8 +189,8 @@ class ForkLauncher(_Launcher):
         if self._failures:
             met = all(rank.joined for rank in self._ranks)
             return _RUN_GRACE_SECONDS if met else _START_GRACE_SECONDS
-        if self._stopping is not None:
-            return _STOP_SECONDS
+        if self._stopping is not None:  # they finish their step and save
+            return self._strategy.config.runtime.timeout_seconds
         done = all(rank.result is not None for rank in self._ranks)
         return _EXIT_SECONDS if done else float("inf")
 
@@ -228,14 +227,16 @@ class ForkLauncher(_Launcher):
         """Raise what the first rank that failed raised, its traceback as the cause."""
         self._callbacks = _compat.callbacks_of(self._trainer)
         _compat.set_callbacks(self._trainer, [])
-        if self._stopping == signal.SIGTERM:
-            raise SIGTERMException(SIGTERM_STATUS)
-        first = next((f for f in self._failures if not f.secondary), self._failures[0])
+        first = next((f for f in self._failures if not f.secondary), None)
+        agreed = first is None or not first.text or is_quiet(first.exception)
+        if self._stopping is not None and self._stopping != signal.SIGINT and agreed:
+            raise SIGTERMException(128 + self._stopping)
+        first = first or self._failures[0]
         if first.interrupted or self._stopping == signal.SIGINT:
             raise KeyboardInterrupt
         exception = first.exception
         exits = isinstance(exception, SystemExit)
-        if isinstance(exception, SystemExit) and exception.code:
+        if isinstance(exception, SystemExit) and exception.code and not is_quiet(exception):
             say(first.text)
         if not first.text or exits or is_quiet(exception):
             raise exception
@@ -243,8 +244,8 @@ class ForkLauncher(_Launcher):
 
     @contextmanager
     def _forward_signals(self) -> Generator[None]:
-        """SIGTERM and Ctrl-C go to the ranks, which stop after their step; a second Ctrl-C kills
-        them.
+        """SIGTERM, SIGUSR1 and Ctrl-C go to the ranks, which stop after their step; a second Ctrl-C
+        kills them.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -259,8 +260,11 @@ class ForkLauncher(_Launcher):
                 say("Interrupted: the run ends after this step; interrupt again to end it at once.")
 
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # a user's handler has its meaning
+            before[signal.SIGUSR1] = signal.SIG_DFL
         for number in before:
             signal.signal(number, forward)
+        self._forwarded = tuple(before)
         try:
             yield
         finally:
@@ -326,9 +330,10 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _become_rank(number: int, parent: int) -> None:
+def _become_rank(number: int, parent: int, forwarded: Sequence[int]) -> None:
     die_with(parent)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in forwarded:
+        signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not isinstance(sys.stdout, type(sys.__stdout__)):  # a notebook's, which needs its threads
         sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from megatron_lightning.runtime.ballot import Ballot
 from megatron_lightning.strategies import _compat, failure
 from megatron_lightning.strategies.lifeline import Lifeline, Report, describe_peer
-from megatron_lightning.strategies.signals import SignalFlags, set_exit_status
+from megatron_lightning.strategies.preemption import Preemption
+from megatron_lightning.strategies.signals import SignalFlags
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.mesh_strategy import MeshStrategy
@@ -47,14 +49,23 @@ class RunGuard(Callback):
             self._lifeline.before_leaving = strategy.end_started_ranks
             self._lifeline.quiet = strategy.shown_elsewhere
             failure.silence_reported()
-        self._signals = SignalFlags(trainer, self._rank, strategy.mesh.control_group)
+        self._signals = SignalFlags(
+            trainer, self._rank, strategy.mesh.control_group, strategy.cluster_environment
+        )
         self._signals.connect()
         _compat.skip_sigterm_broadcast(trainer)
         _compat.callbacks_of(trainer).insert(0, self)
+        self._preemption = Preemption(strategy, trainer, self._signals)
+
+    @property
+    def ballot(self) -> Ballot:
+        """What the ranks agree on with each step."""
+        return self._signals.ballot
 
     def close(self) -> None:
         """End the watch; the other ranks may still be at work."""
         self._signals.close()
+        self._preemption.close()
         callbacks = _compat.callbacks_of(self._trainer)
         if self in callbacks:
             callbacks.remove(self)
@@ -69,7 +80,7 @@ class RunGuard(Callback):
         if exception is self._told:
             return
         self._told = exception
-        set_exit_status(exception)
+        self._signals.set_exit_status(exception)
         if self._lifeline is None:
             return
         broken = failure.is_broken_connection(exception)
@@ -145,22 +156,6 @@ class RunGuard(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.watch_interrupts()
-
-    @override
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._signals.act()
-
-    @override
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._signals.act()
-
-    @override
-    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._signals.act()
-
-    @override
-    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._signals.act()
 
 
 def _host_of_first_rank(strategy: MeshStrategy) -> str:

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 import megatron_lightning.checkpoint as store
@@ -153,7 +154,8 @@ class _Unpickler(pickle.Unpickler):
 def picklable(exception: BaseException, rank: int) -> BaseException:
     """The exception itself if it survives a pipe, else a RankFailure that names it."""
     if isinstance(exception, SystemExit):
-        return SystemExit(exception.code)
+        kind = SIGTERMException if isinstance(exception, SIGTERMException) else SystemExit
+        return kind(exception.code)
     try:
         copy = pickle.loads(pickle.dumps(exception))
     except Exception:  # whatever a foreign class raises

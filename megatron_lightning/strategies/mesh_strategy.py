@@ -64,6 +64,11 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def window_is_open(self) -> bool:
+        """Whether gradients of some batches wait for the optimizer step."""
+        return False
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0

@@ -177,7 +177,14 @@ class ModelStrategy(MeshStrategy):
         self._parallel.set_buckets(
             self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
         )
-        self._runner = StepRunner(module, self._parallel, self.mesh, self.config.pipeline.schedule)
+        assert self._guard is not None
+        self._runner = StepRunner(
+            module,
+            self._parallel,
+            self.mesh,
+            self.config.pipeline.schedule,
+            self._guard.ballot,
+        )
         self._window = AccumulationWindow(self.mesh.device)
 
     @property
@@ -207,6 +214,11 @@ class ModelStrategy(MeshStrategy):
         """
         assert self._update is not None, "there are gradients only while fitting"
         return self._update.grad_norm()
+
+    @property
+    @override
+    def window_is_open(self) -> bool:
+        return self._window is not None and self._window.is_open
 
     @property
     def window_weight(self) -> Tensor:

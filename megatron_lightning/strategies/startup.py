@@ -26,6 +26,7 @@ from megatron_lightning.runtime.parallelize import Target, outside_problems, sta
 from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
 from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
+from megatron_lightning.strategies.resume import use_folders
 from megatron_lightning.strategies.trainer_checks import trainer_problems
 from megatron_lightning.utils.env import Launch
 from megatron_lightning.utils.logging import warn_once
@@ -55,6 +56,7 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     No process group is needed, and no file but indexes is opened. Raises ConfigurationError with
     every violation.
     """
+    use_folders(trainer)
     problems = _started_problems(strategy)
     problems += check_checkpoint_path(
         arguments.get("ckpt_path"), given_module(trainer, arguments), given_datamodule(arguments)

@@ -1,0 +1,83 @@
+"""Which checkpoint a run begins from where the user names none: "last", "hpc", SLURM's requeue.
+
+Lightning looks for `hpc_ckpt_N.ckpt` by digits in file names, and would take folders of an
+interrupted save for one; "last" doesn't look at them at all. Here only complete checkpoints count,
+and "last" takes the newest, whether a callback saved it or a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from megatron_lightning.checkpoint import CheckpointError, is_checkpoint, read_manifest
+from megatron_lightning.utils.logging import warn_once
+
+_PREEMPTED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+
+
+class FolderConnector(_CheckpointConnector):
+    """The Trainer's choice of a checkpoint, among folders of this package."""
+
+    @property
+    @override
+    def _hpc_resume_path(self) -> str | None:
+        return newest_preempted(self.trainer.default_root_dir)
+
+    @staticmethod
+    @override
+    def hpc_save_path(folderpath: Any) -> str:
+        """Name of the next preemption checkpoint."""
+        return next_preempted(folderpath)
+
+    @override
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kw: Any) -> Any:
+        preempted = self._hpc_resume_path if ckpt_path == "last" else None
+        if preempted is None:
+            return super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kw)
+        saved = super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kw)
+        return preempted if saved is None or _age(saved) < _age(preempted) else saved
+
+
+def use_folders(trainer: Trainer) -> None:
+    """Let `trainer` look for checkpoints of this package."""
+    connector = trainer._checkpoint_connector
+    if type(connector) is _CheckpointConnector:
+        connector.__class__ = FolderConnector
+
+
+def newest_preempted(folder: str | os.PathLike[str]) -> str | None:
+    """Path of the `hpc_ckpt_N.ckpt` of highest N that is complete; None without one."""
+    for number in sorted(_numbers(folder), reverse=True):
+        path = Path(folder, f"hpc_ckpt_{number}.ckpt")
+        if is_checkpoint(path):
+            return str(path)
+        warn_once(f"{path} is not a complete checkpoint folder of this package; it is left aside")
+    return None
+
+
+def next_preempted(folder: str | os.PathLike[str]) -> str:
+    """Path for the next one: a number higher than any there."""
+    return str(Path(folder, f"hpc_ckpt_{max(_numbers(folder), default=0) + 1}.ckpt"))
+
+
+def _numbers(folder: str | os.PathLike[str]) -> list[int]:
+    if "://" in os.fspath(folder) or not Path(folder).is_dir():
+        return []
+    found = (_PREEMPTED.fullmatch(path.name) for path in Path(folder).iterdir())
+    return [int(match[1]) for match in found if match is not None]
+
+
+def _age(path: Any) -> int:
+    """When a checkpoint was saved, in nanoseconds since 1970; 0 for one that can't be read."""
+    try:
+        return read_manifest(path).created_unix_ns
+    except (CheckpointError, OSError, ValueError):
+        return 0
