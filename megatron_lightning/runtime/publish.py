@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.runtime.ballot import Ballot
 from megatron_lightning.runtime.metrics import LogKey
 
 Total = tuple[Tensor, Tensor]
@@ -46,8 +47,9 @@ class Publisher:
     signature.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: ParallelMesh, ballot: Ballot | None = None) -> None:
         self._mesh = mesh
+        self._ballot = ballot if mesh.world_size > 1 else None
         self._axis = mesh.axis("pp_dp_cp")
         self._known: dict[int, tuple[LogKey, ...]] = {}
 
@@ -66,7 +68,7 @@ class Publisher:
         if self._axis.size == 1:
             assert loss is not None
             assert logs is not None
-            if batch_mark is not None:
+            if batch_mark is not None or self._ballot is not None:
                 self._vote(0, batch_mark)
             return Published(loss_sum=loss[0], weight=loss[1], logs=logs)
         keys = self._agree(None if logs is None else tuple(logs), batch_mark)
@@ -90,9 +92,13 @@ class Publisher:
         if batch_mark is not None:
             before = self._mesh.dp.rank
             mine = (signature, *mine[1 : 1 + before], batch_mark, *mine[2 + before :])
-        votes = torch.tensor([[lowest] * 2 if vote is None else [vote, -vote] for vote in mine])
+        rows = [[lowest] * 2 if vote is None else [vote, -vote] for vote in mine]
+        carried = [] if self._ballot is None else self._ballot.rows()
+        votes = torch.tensor([*rows, *carried])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._mesh.control_group)
-        (agreed, other), *marks = votes.tolist()
+        (agreed, other), *marks = votes[: len(rows)].tolist()
+        if self._ballot is not None:
+            self._ballot.take(votes[len(rows) :].tolist())
         torn = [copy for copy, (high, low) in enumerate(marks) if high != lowest and high != -low]
         if torn:
             raise ValueError(_torn_message(torn))

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_lightning.parallel.actions import ActionLists
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
+from megatron_lightning.runtime.ballot import Ballot
 from megatron_lightning.runtime.batch import MicroBatch, join_outputs
 from megatron_lightning.runtime.metrics import LogRecorder
 from megatron_lightning.runtime.model import ParallelModel, share_buffers, stateful_buffers
@@ -63,11 +64,12 @@ class StepRunner:
         model: ParallelModel,
         mesh: ParallelMesh,
         schedule: ScheduleName,
+        ballot: Ballot | None = None,
     ) -> None:
         self._module = module
         self._model = model
         self._mesh = mesh
-        self._publisher = Publisher(mesh)
+        self._publisher = Publisher(mesh, ballot)
         self._buffers = stateful_buffers(module)
         looped = model.num_chunks > 1 and not model.placement.v_shaped
         self._schedule: ScheduleName = "interleaved" if looped else schedule

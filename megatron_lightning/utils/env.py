@@ -88,6 +88,15 @@ def global_seed(environment: Mapping[str, str] | None = None) -> int | None:
     return _number(variables, "PL_GLOBAL_SEED", 0) if "PL_GLOBAL_SEED" in variables else None
 
 
+def slurm_job(environment: Mapping[str, str] | None = None) -> str | None:
+    """The SLURM job of this process as `scontrol` wants it, `job` or `job_task`; None outside."""
+    variables = os.environ if environment is None else environment
+    array = variables.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        return f"{array}_{variables['SLURM_ARRAY_TASK_ID']}"
+    return variables.get("SLURM_JOB_ID")
+
+
 def provide(*, override: bool = True, **variables: str) -> None:
     """Set variables of this process, for libraries and for ranks that it starts; without `override`
     only those that nobody has set.

@@ -46,6 +46,15 @@ def forked(rank: int, world_size: int, signum: int, folder: str) -> Outcome:
     return run_forked(LONG, folder)
 
 
+def to_a_forked_rank(rank: int, world_size: int, signum: int, folder: str) -> Outcome:
+    def signal_second_rank() -> None:
+        wait_for_step(folder, rank=1)
+        os.kill(int((Path(folder) / "step-1").read_text()), signum)
+
+    threading.Thread(target=signal_second_rank, daemon=True).start()
+    return run_forked(LONG, folder)
+
+
 def assert_stopped_together(outcome: Outcome, ranks: int, folder: Path) -> None:
     assert not outcome.left
     steps = re.findall(r"ended rank=(\d) step=(\d+)", outcome.output)
@@ -72,9 +81,21 @@ def test_interrupt_of_one_rank(tmp_path: Path) -> None:
     assert_stopped_together(outcome, 2, tmp_path)
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+STATUSES = [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 1)]
+
+
+@pytest.mark.parametrize(("signum", "status"), STATUSES)
 def test_signal_to_the_process_that_forks(signum: int, status: int, tmp_path: Path) -> None:
     (outcome,) = run_ranks_fresh(forked, 1, signum, str(tmp_path), timeout=100)
     assert outcome.statuses == (status,)
     assert not outcome.left
+    assert (tmp_path / "on_exception.ckpt").is_dir()
+
+
+@pytest.mark.parametrize(("signum", "status"), STATUSES[:2])
+def test_signal_to_a_forked_rank(signum: int, status: int, tmp_path: Path) -> None:
+    (outcome,) = run_ranks_fresh(to_a_forked_rank, 1, signum, str(tmp_path), timeout=100)
+    assert outcome.statuses == (status,)
+    assert not outcome.left
+    assert "Traceback" not in outcome.output
     assert (tmp_path / "on_exception.ckpt").is_dir()

@@ -69,19 +69,48 @@ def test_replaced_requeue_handler_is_registered(monkeypatch: pytest.MonkeyPatch)
     assert seen == [signal.SIGUSR1] * 3
 
 
-def test_requeue_saves_and_calls_scontrol(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(
-        "lightning.pytorch.trainer.connectors.signal_connector.call",
-        lambda command: commands.append(command) or 0,
+def test_handler_that_comes_back_can_be_exchanged() -> None:
+    trainer, before = make_trainer(), signal.getsignal(signal.SIGTERM)
+    exchange = AtBatchEnd(
+        lambda: _compat.set_handler_from_before(trainer, signal.SIGTERM, signal.SIG_IGN)
     )
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-    trainer = make_trainer(default_root_dir=str(tmp_path), max_steps=1)
-    trainer.callbacks.append(AtBatchEnd(lambda: _compat.requeue_job(trainer, signal.SIGUSR1)))
-    trainer.fit(BoringModel())
-    assert commands == [["scontrol", "requeue", "4711"]]
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+    trainer.callbacks.append(exchange)
+    try:
+        trainer.fit(BoringModel())
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_validation_to_be_done_is_done_whole_when_resumed(tmp_path: Any) -> None:
+    class Stop(L.Callback):
+        def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
+            self.progress = _compat.validation_to_be_done(trainer)
+
+        def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "mid.ckpt")
+            raise SIGTERMException
+
+        def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: Any) -> None:
+            _compat.set_validation_progress(checkpoint, self.progress)
+
+    options = dict(limit_val_batches=3, val_check_interval=2, num_sanity_val_steps=0, max_steps=4)
+    stopped = make_trainer(**options)
+    stopped.callbacks.append(Stop())
+    with pytest.raises(SIGTERMException):
+        stopped.fit(BoringModel())
+
+    class Count(L.Callback):
+        def __init__(self) -> None:
+            self.at: list[int] = []
+
+        def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            self.at.append(trainer.global_step)
+
+    resumed, count = make_trainer(**options), Count()
+    resumed.callbacks.append(count)
+    resumed.fit(BoringModel(), ckpt_path=tmp_path / "mid.ckpt", weights_only=False)
+    assert count.at == [2] * 3 + [4] * 3
 
 
 def test_noted_sigterm_ends_the_run_after_the_batch() -> None:

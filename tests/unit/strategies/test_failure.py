@@ -1,14 +1,16 @@
 """How failures are described."""
 
+import signal
 import sys
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning.strategies import failure, handover
 from megatron_lightning.strategies.failure import RankFailure
-from megatron_lightning.strategies.signals import set_exit_status
+from megatron_lightning.strategies.signals import REQUEUE, STOP, SignalFlags
 
 
 def test_reason_is_one_line() -> None:
@@ -59,10 +61,15 @@ def test_python_prints_only_what_was_not_shown(
 
 
 def test_exit_status_of_sigterm() -> None:
-    stopped, left = SIGTERMException(), SystemExit(3)
-    set_exit_status(stopped)
-    set_exit_status(left)
-    assert (stopped.code, left.code) == (143, 3)
+    for signum, status in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
+        flags = SignalFlags(Trainer(accelerator="cpu", logger=False), 0, None, None)
+        flags.ballot.mine[STOP if signum == signal.SIGTERM else REQUEUE] = 1
+        flags.agree()
+        stopped, left = SIGTERMException(), SystemExit(3)
+        flags.set_exit_status(stopped)
+        flags.set_exit_status(left)
+        assert (stopped.code, left.code) == (status, 3)
+    assert type(handover.picklable(stopped, 1)) is SIGTERMException
 
 
 def test_exceptions_through_a_pipe() -> None:
