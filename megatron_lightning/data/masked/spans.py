@@ -9,6 +9,7 @@ runs of T5 don't reach over a special token (which would be lost from encoder an
 exchanged tokens are drawn from the sample's random state, not from the global one.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,7 +64,11 @@ class SpanChooser:
         candidates = self._candidates(tokens)
         order = np.arange(len(candidates.words))
         random.shuffle(order)
-        return Choice(self, candidates, order, self.limit(len(tokens), target_length), random)
+        limit = self.limit(len(tokens), target_length)
+        # The limit is no integer. With less than one token left nothing fits any more; going on
+        # only draws numbers, which matter to exchanged tokens alone.
+        enough = limit if self._config.permute else math.floor(limit)
+        return Choice(self, candidates, order, limit, enough, random)
 
     def draw_length(self, random: np.random.RandomState, *, plain: bool = False) -> int:
         """Returns the number of words of the next run; `plain` ignores `geometric`."""
@@ -103,10 +108,11 @@ class Choice:
         candidates: Candidates,
         order: NDArray[np.int64],
         limit: float,
+        enough: float,
         random: np.random.RandomState,
     ) -> None:
         self._chooser, self._candidates, self._order = chooser, candidates, order
-        self._limit, self._random = limit, random
+        self._limit, self._enough, self._random = limit, enough, random
         self.taken: set[int] = set()
         """Positions of all tokens of the runs so far."""
 
@@ -116,7 +122,7 @@ class Choice:
 
     def __next__(self) -> list[int]:
         """Returns the positions of the next run, ascending."""
-        while self._next < len(self._order) and len(self.taken) < self._limit:
+        while self._next < len(self._order) and len(self.taken) < self._enough:
             word = int(self._order[self._next])
             self._next += 1
             run = self._run(word, self._chooser.draw_length(self._random), len(self.taken))

@@ -10,10 +10,19 @@ from megatron_lightning.data.blend_spec import Blend, BlendLike, SetsLike, read_
 from megatron_lightning.data.corpus import Vocabulary, corpus_errors, read_vocabulary
 from megatron_lightning.data.gpt import GPTDataset
 from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.masked import (
+    DatasetKind,
+    MaskedConfig,
+    build_masked,
+    masked_config,
+    masked_errors,
+    split_elements,
+)
 from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
 from megatron_lightning.data.ramp import Rampup
 from megatron_lightning.data.splits import parse_split, split_ranges
 from megatron_lightning.data.token_store import MockCorpus, TokenStore
+from megatron_lightning.data.tokenizer import load_tokenizer
 
 DEFAULT_SPLIT = "969,30,1"
 MOCK = "mock"
@@ -36,6 +45,10 @@ class PretrainingDataModule(TokenDataModule):
         seq_length: tokens a sample.
         micro_batch_size: sequences per data-parallel rank per forward.
         global_batch_size: sequences per batch of all ranks together.
+        dataset: kind of the samples: "gpt"; "fim" (fill-in-the-middle); "bert" or "t5", which need
+            corpora with a sequence a sentence, split by documents, and whose batches have other
+            fields (see `BERTDataset`, `T5Dataset`); or a `FIMConfig`, `BERTDataConfig` or
+            `T5DataConfig`. All but "gpt" need `tokenizer`.
         split: shares of train, valid and test; None means 969,30,1. Not with `valid_paths` or
             `test_paths`.
         valid_paths: corpora for validation, used whole, in a form of `paths`; or `{name: ...}` for
@@ -67,6 +80,7 @@ class PretrainingDataModule(TokenDataModule):
         micro_batch_size: int,
         global_batch_size: int,
         *,
+        dataset: DatasetKind | MaskedConfig = "gpt",
         split: str | None = None,
         valid_paths: SetsLike | None = None,
         test_paths: SetsLike | None = None,
@@ -97,6 +111,13 @@ class PretrainingDataModule(TokenDataModule):
         self.has_own_evaluation = valid_paths is not None or test_paths is not None
         self.split = split or ("1" if self.has_own_evaluation else DEFAULT_SPLIT)
         errors = self._conflicts(paths, split)
+        self._masked: MaskedConfig | None = None
+        try:
+            self._masked = masked_config(dataset)
+        except ValueError as error:
+            errors.append(str(error))
+        if mock_data and self._masked is not None:
+            errors.append(f"mock_data=True: not with dataset={dataset!r}; give paths of corpora")
         self._train_blend = Blend([MOCK], None)
         self._evaluation_blends: dict[EvaluationPart, dict[str, Blend]] = {}
         try:
@@ -144,6 +165,9 @@ class PretrainingDataModule(TokenDataModule):
 
     def _data_errors(self) -> list[str]:
         errors = corpus_errors(self.all_paths, self.tokenizer)
+        if not errors and self._masked is not None:
+            gpt_options = self.eod_mask_loss or self.reset_position_ids
+            return masked_errors(self._masked, self.tokenizer, gpt_options=gpt_options)
         if not errors and (self.eod_mask_loss or self.reset_position_ids) and self.eod_id is None:
             errors.append(
                 "tokenizer: eod_mask_loss and reset_position_ids need the end-of-document token, "
@@ -200,7 +224,9 @@ class PretrainingDataModule(TokenDataModule):
 
     def _build_one(
         self, path: str, taken: str, use: str, vocabulary: Vocabulary, samples: int | None
-    ) -> GPTDataset:
+    ) -> OrderedSource:
+        if self._masked is not None:
+            return self._build_masked(self._masked, path, taken, use, samples)
         indexed = self._open(path, vocabulary)
         ranges = split_ranges(self.split, len(indexed))._asdict()
         return GPTDataset(
@@ -213,6 +239,27 @@ class PretrainingDataModule(TokenDataModule):
             reset_position_ids=self.reset_position_ids,
             eod_id=vocabulary.eod_id,
             drop_last=use == "train",  # elsewhere every token counts
+            cache_dir=self.cache_dir,
+            name=path,
+        )
+
+    def _build_masked(
+        self, config: MaskedConfig, path: str, taken: str, use: str, samples: int | None
+    ) -> OrderedSource:
+        assert self.tokenizer is not None  # checked by `validate`
+        indexed = IndexedDataset(path)
+        ranges = split_ranges(self.split, split_elements(config, indexed))._asdict()
+        return build_masked(
+            config,
+            indexed,
+            ranges[taken],
+            samples,
+            self.seq_length,
+            self.seed,
+            load_tokenizer(self.tokenizer),
+            eod_mask_loss=self.eod_mask_loss,
+            reset_position_ids=self.reset_position_ids,
+            drop_last=use == "train",
             cache_dir=self.cache_dir,
             name=path,
         )
