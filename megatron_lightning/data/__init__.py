@@ -28,8 +28,29 @@ from megatron_lightning.data.indexed import (
     split_documents,
 )
 from megatron_lightning.data.loader import StatefulLoader
+from megatron_lightning.data.masked import (
+    BERTDataConfig,
+    BERTDataset,
+    BERTVocabulary,
+    FillInMiddle,
+    FIMConfig,
+    FIMDataset,
+    FIMTokens,
+    MaskedVocabulary,
+    MaskingConfig,
+    T5DataConfig,
+    T5Dataset,
+    T5Vocabulary,
+)
 from megatron_lightning.data.modules import PretrainingDataModule, TokenDataModule
-from megatron_lightning.data.preprocess import preprocess_jsonl
+from megatron_lightning.data.preprocessing import (
+    DatasetName,
+    PreprocessOptions,
+    open_dataset,
+    open_files,
+    preprocess,
+    preprocess_jsonl,
+)
 from megatron_lightning.data.sample_text import python_help_texts, write_python_help
 from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler, epoch_order
 from megatron_lightning.data.sft import (
@@ -50,6 +71,9 @@ from megatron_lightning.data.tokenizer import (
 
 __all__ = [
     "PADDING",
+    "BERTDataConfig",
+    "BERTDataset",
+    "BERTVocabulary",
     "BlendIndex",
     "BlendedDataset",
     "BlockCache",
@@ -57,18 +81,29 @@ __all__ = [
     "ChatTemplate",
     "CorpusInfo",
     "DataCard",
+    "DatasetName",
     "EpochPlan",
+    "FIMConfig",
+    "FIMDataset",
+    "FIMTokens",
     "FileTokenizer",
+    "FillInMiddle",
     "GPTDataset",
     "GlobalBatchSampler",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "MaskedVocabulary",
+    "MaskingConfig",
     "PackedDataset",
     "PackingStatistics",
+    "PreprocessOptions",
     "PretrainingDataModule",
     "SFTDataModule",
     "Splits",
     "StatefulLoader",
+    "T5DataConfig",
+    "T5Dataset",
+    "T5Vocabulary",
     "TokenDataModule",
     "Tokenizer",
     "best_dtype",
@@ -84,9 +119,12 @@ __all__ = [
     "load_chat_template",
     "load_tokenizer",
     "merge",
+    "open_dataset",
+    "open_files",
     "parse_blend",
     "parse_split",
     "plan_epochs",
+    "preprocess",
     "preprocess_jsonl",
     "python_help_texts",
     "read_card",

@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.data.files import is_file, read_text
+from megatron_lightning.data.files import file_size, is_file, read_text
+from megatron_lightning.data.tokenizer import Tokenizer
 
-CARD_VERSION = 1
+CARD_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class DataCard:
     """Number of token ids."""
     eod_id: int
     """End-of-document token."""
+    special_ids: dict[str, int]
+    """Ids of special tokens by what they are for, see `Tokenizer.special_ids`."""
     arguments: dict[str, Any]
     """Arguments of the preprocessing call that determine the result."""
     documents: int
@@ -46,6 +49,8 @@ class DataCard:
     """Token type of the `.bin` file."""
     bin_bytes: int
     """Size of the `.bin` file."""
+    idx_bytes: int
+    """Size of the `.idx` file."""
     bin_sha256: str
     """Digest of the `.bin` file."""
     idx_sha256: str
@@ -87,6 +92,58 @@ def read_card(prefix: str | os.PathLike[str]) -> DataCard | None:
         raise ValueError(
             f"{path} is no data card ({error}): delete it or preprocess again"
         ) from error
+
+
+def card_errors(prefix: str | os.PathLike[str], card: DataCard) -> list[str]:
+    """Returns what in the files of `prefix` is not as its card says: sizes and counts. The files
+    are not read; `check_digests` does that.
+    """
+    name = os.fspath(prefix)
+    errors = []
+    for suffix, described in ((".bin", card.bin_bytes), (".idx", card.idx_bytes)):
+        if (size := file_size(f"{name}{suffix}")) != described:
+            errors.append(
+                f"{name}{suffix} has {size} bytes, {name}.card.json describes {described}: the "
+                "card belongs to another corpus"
+            )
+    index = 34 + 12 * card.sequences + 8 * (card.documents + 1)
+    if not errors and index != card.idx_bytes:
+        errors.append(
+            f"{name}.card.json counts {card.documents} documents and {card.sequences} sequences, "
+            f"which is an index of {index} bytes and not of {card.idx_bytes}: it was changed"
+        )
+    return errors
+
+
+def same_vocabulary(one: DataCard, other: DataCard) -> bool:
+    """Returns whether the ids of two corpora mean the same."""
+    return (one.tokenizer_digest, one.eod_id) == (other.tokenizer_digest, other.eod_id)
+
+
+def tokenizer_errors(
+    prefix: str | os.PathLike[str], card: DataCard, tokenizer: Tokenizer, given: str
+) -> list[str]:
+    """Returns in what a tokenizer is not the one that a corpus was made with.
+
+    Args:
+        prefix: path of the corpus.
+        card: its card.
+        tokenizer: the tokenizer of the run.
+        given: how the user named it.
+    """
+    place, remedy = f"{os.fspath(prefix)}.card.json", "use the same tokenizer or preprocess again"
+    if card.tokenizer_digest != tokenizer.digest:
+        return [
+            f"{place} says the data was made with {card.tokenizer} ({card.tokenizer_digest}), but "
+            f"{given} is {tokenizer.digest}: {remedy}"
+        ]
+    special = dict(tokenizer.special_ids)
+    if card.eod_id != tokenizer.eod_id or card.special_ids != special:
+        return [
+            f"{place} says the data was made with the special tokens {card.special_ids}, but "
+            f"{given} has {special}: {remedy}"
+        ]
+    return []
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:

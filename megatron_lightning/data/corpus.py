@@ -7,8 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lightning.data.card import DataCard, read_card
-from megatron_lightning.data.files import file_size
+from megatron_lightning.data.card import (
+    DataCard,
+    card_errors,
+    read_card,
+    same_vocabulary,
+    tokenizer_errors,
+)
 from megatron_lightning.data.indexed import missing_files
 from megatron_lightning.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -47,11 +52,12 @@ def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None
     each other, and a tokenizer that is not the one the data was made with.
     """
     errors: list[str] = []
-    first: tuple[str, str] | None = None  # who said first what the vocabulary is
+    given: Tokenizer | None = None
+    first: tuple[str, DataCard] | None = None  # who said first what the vocabulary is
     if tokenizer is not None:
         try:
-            first = (f"tokenizer={os.fspath(tokenizer)}", load_tokenizer(tokenizer).digest)
-        except (OSError, ValueError) as error:
+            given = load_tokenizer(tokenizer)
+        except (OSError, ValueError, ImportError) as error:
             errors.append(f"tokenizer: {error}")
     for path in paths:
         if missing := missing_files(path):
@@ -66,17 +72,15 @@ def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None
             continue
         if card is None:
             continue
-        size = file_size(f"{path}.bin")
-        if size != card.bin_bytes:
+        errors += [f"paths: {error}" for error in card_errors(path, card)]
+        if given is not None:
+            name = f"tokenizer={given.name}"
+            errors += [f"tokenizer: {error}" for error in tokenizer_errors(path, card, given, name)]
+        elif first is not None and not same_vocabulary(first[1], card):
             errors.append(
-                f"paths: {path}.bin has {size} bytes, {path}.card.json describes "
-                f"{card.bin_bytes}: the card belongs to another corpus"
+                f"tokenizer: {path}.card.json says the data was made with {card.tokenizer} "
+                f"({card.tokenizer_digest}), but {first[0]}.card.json is {first[1].tokenizer} "
+                f"({first[1].tokenizer_digest}): use the same tokenizer or preprocess again"
             )
-        said = (f"{path}.card.json", card.tokenizer_digest)
-        if first is not None and first[1] != said[1]:
-            errors.append(
-                f"tokenizer: {said[0]} says the data was made with {card.tokenizer} ({said[1]}), "
-                f"but {first[0]} is {first[1]}: use the same tokenizer or preprocess again"
-            )
-        first = first or said
+        first = first or (path, card)
     return errors

@@ -152,6 +152,7 @@ def _write_card(prefix: str | os.PathLike[str], card: DataCard) -> None:
             empty_documents=int((bounds[1:] == bounds[:-1]).sum()),
             dtype=data.dtype.name,
             bin_bytes=bin_path(prefix).stat().st_size,
+            idx_bytes=idx_path(prefix).stat().st_size,
             bin_sha256=file_digest(bin_path(prefix)),
             idx_sha256=file_digest(idx_path(prefix)),
         ),

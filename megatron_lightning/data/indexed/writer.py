@@ -99,6 +99,30 @@ class IndexedDatasetWriter:
         self._lengths.extend(int(length) for length in lengths)
         self._boundaries.append(len(self._lengths))
 
+    def add_encoded(
+        self, tokens: bytes, lengths: NDArray[np.int32], sequences: NDArray[np.int64]
+    ) -> None:
+        """Appends documents that are encoded as they stand in the file.
+
+        Args:
+            tokens: of all documents, in the token type of this writer, little-endian.
+            lengths: tokens in each sequence of all documents, summing to those given.
+            sequences: sequences in each document.
+
+        Raises:
+            ValueError: the numbers do not add up.
+        """
+        size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if size != len(tokens) or int(sequences.sum()) != len(lengths):
+            raise ValueError(
+                f"{len(tokens)} bytes of tokens and {len(lengths)} sequences were given, lengths "
+                f"and sequences describe {size} and {int(sequences.sum())}"
+            )
+        self._open_file().write(tokens)
+        ends = np.cumsum(sequences, dtype=np.int64) + len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+        self._boundaries.frombytes(ends.astype("q").tobytes())
+
     def add_dataset(self, dataset: IndexedDataset, documents: range | None = None) -> None:
         """Appends documents of a finished pair with the same token type.
 

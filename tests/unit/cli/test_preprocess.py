@@ -26,18 +26,23 @@ def tokens(prefix: Path) -> list[list[int]]:
 
 
 def test_bytes(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preprocess.main([str(text_file), "--output-prefix", f"{tmp_path}/c", "--tokenizer", "bytes"])
+    given = [str(text_file), "--output-prefix", f"{tmp_path}/c", "--tokenizer", "bytes"]
+    preprocess.main([*given, "--append-eod"])
     assert tokens(tmp_path / "c") == [[*TEXTS[0].encode(), 256], [*TEXTS[2].encode(), 256]]
     shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert shown["documents"] == "3 (1 empty)"
     assert shown["sequences"] == "2"
     assert shown["tokens"] == "34, uint16, 68 bytes"  # 13 + 1 and 19 + 1 tokens
-    assert shown["tokenizer"] == "bytes, 257 ids, end of document 256"
+    assert shown["tokenizer"] == "bytes, 257 ids"
+    assert shown["end"] == "of document 256"
+    preprocess.main(given)  # Megatron's default
+    assert tokens(tmp_path / "c") == [[*TEXTS[0].encode()], [*TEXTS[2].encode()]]
+    assert "end of document not appended (see --append-eod)" in capsys.readouterr().out
 
 
 def test_trained_tokenizer_is_used_and_kept(text_file: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "c"
-    options = ["--train-tokenizer", "bpe", "--vocab-size", "262"]
+    options = ["--train-tokenizer", "bpe", "--vocab-size", "262", "--append-eod"]
     preprocess.main([str(text_file), "--output-prefix", str(prefix), *options])
     tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
     assert tokenizer.vocab_size == 262
@@ -55,8 +60,8 @@ def test_bad_lines_are_named_or_skipped(
     with pytest.raises(UserError, match=r'text\.jsonl:2: no JSON object with the key "text"'):
         preprocess.main(options)
     assert not (tmp_path / "c.idx").exists()
-    preprocess.main([*options, "--on-bad-line", "skip", "--no-eod"])
-    assert "lines skipped  3" in capsys.readouterr().out
+    preprocess.main([*options, "--on-bad-line", "skip", "--no-append-eod"])
+    assert "lines skipped   3" in capsys.readouterr().out
     assert [len(sequence) for sequence in tokens(tmp_path / "c")] == [1, 1, 1]
 
 
@@ -91,7 +96,8 @@ def test_inspect_corpus(
     text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "c"
-    preprocess.main([str(text_file), "--output-prefix", str(prefix), "--tokenizer", "bytes"])
+    given = ["--output-prefix", str(prefix), "--tokenizer", "bytes", "--append-eod"]
+    preprocess.main([str(text_file), *given])
     capsys.readouterr()
     inspect_command.main([str(prefix), "--verify"])
     shown = capsys.readouterr().out

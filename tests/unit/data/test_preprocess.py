@@ -63,7 +63,15 @@ def test_options(tmp_path: Path) -> None:
     b = write(tmp_path / "b", [{"body": "b"}])
     card = preprocess_jsonl([b, a], tmp_path / "out", "bytes", json_key="body", append_eod=False)
     assert contents(tmp_path / "out") == [[98], [97]]
-    assert card.arguments == {"json_key": "body", "append_eod": False, "on_bad_line": "fail"}
+    assert card.arguments == {
+        "fields": ["body"],
+        "field": "body",
+        "append_eod": False,
+        "sentences": "whole",
+        "language": None,
+        "keep_newlines": False,
+        "on_bad_line": "fail",
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,7 @@ def test_bad_lines(tmp_path: Path, line: str, message: str, workers: int) -> Non
 
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b'{"text": "\xff\xfe"}\n')
-    with pytest.raises(ValueError, match=r"in:1: no JSON"):
+    with pytest.raises(ValueError, match=r"in:1: no text in UTF-8 .* at byte 10"):
         preprocess_jsonl(tmp_path / "in", tmp_path / "out", "bytes")
 
 
