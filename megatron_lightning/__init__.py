@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         PipelineConfig,
         RuntimeConfig,
     )
-    from megatron_lightning.data import PretrainingDataModule
+    from megatron_lightning.data import PretrainingDataModule, SFTDataModule
     from megatron_lightning.models import GPTModel
     from megatron_lightning.strategies import MegatronStrategy
 
@@ -30,6 +30,7 @@ __all__ = [
     "PipelineConfig",
     "PretrainingDataModule",
     "RuntimeConfig",
+    "SFTDataModule",
     "__version__",
 ]
 
@@ -42,6 +43,7 @@ _PACKAGES = {
     "PipelineConfig": "config",
     "PretrainingDataModule": "data",
     "RuntimeConfig": "config",
+    "SFTDataModule": "data",
 }
 
 
