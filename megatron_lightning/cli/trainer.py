@@ -18,7 +18,7 @@ from megatron_lightning.checkpoint import CheckpointError, read_manifest
 from megatron_lightning.cli.errors import UserError, wrong_input
 
 # Known by their short names on the command line because they are imported here.
-from megatron_lightning.data import PretrainingDataModule
+from megatron_lightning.data import PretrainingDataModule, SFTDataModule  # noqa: F401
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
 

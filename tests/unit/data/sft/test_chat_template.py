@@ -144,3 +144,18 @@ def test_no_template(tmp_path: Path) -> None:
         load_chat_template(folder)
     with pytest.raises(ValueError, match="'other' is neither a file nor one of chatml"):
         load_chat_template(folder, "other")
+
+
+def test_templates_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = chats.save_tokenizer(tmp_path / "snapshot", "hub {{ eos_token }}")
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, "tokenizer_config.json" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load_chat_template("owner/name").render([]).text == "hub </s>"
+    assert asked == [("owner/name", True)]

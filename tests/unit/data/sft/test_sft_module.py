@@ -173,6 +173,31 @@ def test_resume_anywhere(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
+def test_resume_where_the_data_ended(tmp_path: Path) -> None:
+    """C32: the second epoch begins, with its own order."""
+    path = write(tmp_path / "d.jsonl", 50)
+    whole = make(path)
+    whole.setup("fit")
+    loader = whole.train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        epochs.append([batch["tokens"] for batch in loader])
+        if epoch == 0:
+            state = whole.state_dict()
+            assert state["loader"]["consumed_samples"] == whole.statistics["train"].samples
+            state = json.loads(json.dumps(state))
+    resumed = make(path)
+    resumed.setup("fit")
+    resumed.load_state_dict(state)
+    loader = resumed.train_dataloader()
+    loader.set_epoch(1)
+    got = [batch["tokens"] for batch in loader]
+    assert len(got) == len(epochs[1]) == len(epochs[0])
+    assert all(torch.equal(a, b) for a, b in zip(got, epochs[1], strict=True))
+    assert not torch.equal(got[0], epochs[0][0])
+
+
 def test_validation_sets_and_splits(tmp_path: Path) -> None:
     train, a, b = (write(tmp_path / f"{n}.jsonl", 20 + n, n) for n in range(3))
     data = make(train, valid={"a": a, "b": b}, test=a)
