@@ -5,6 +5,7 @@ Works in one process, without ranks or GPUs, and holds one tensor at a time.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,11 +98,19 @@ def _gpt_config(options: Namespace) -> GPTConfig:
     if not isinstance(content, Mapping):
         raise UserError(f"--config {path}: not a mapping; give the fields of a GPTConfig")
     if "model" not in content:
-        return build_config(GPTConfig, content, f"--config {path}")
+        return build_config(GPTConfig, _numbers(content), f"--config {path}")
     found = read_config(str(path))
     if "model" not in found:
         raise UserError(f"--config {path}: its model section gives no config and no preset")
     return found["model"]
+
+
+def _numbers(value: Any) -> Any:
+    """Numbers such as 1e-05, which YAML takes for text."""
+    if isinstance(value, Mapping):
+        return {name: _numbers(entry) for name, entry in value.items()}
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
+    return float(value) if is_number else value
 
 
 def _like(checkpoint: str) -> dict[str, Any]:

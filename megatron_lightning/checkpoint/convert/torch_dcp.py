@@ -2,7 +2,7 @@
 files of `torch.save` archives.
 
 The pickle is read without running code (`inert_pickle.py`), archives with torch's restricted
-loader. It is written by torch's own writer, so `dcp.load` reads it.
+loader. What is written is read by `dcp.load`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 import secrets
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_lightning.checkpoint.boxes import Box
 from megatron_lightning.checkpoint.convert.content import Content
@@ -42,6 +42,7 @@ from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.checkpoint.files import sync_folder, write_file
 
 TABLE = ".metadata"
+_DATA = "__0_0.distcp"
 OBJECTS = "megatron_lightning.json"
 """Beside the table, where this package wrote it: objects and metadata as tagged JSON."""
 
@@ -200,30 +201,6 @@ def read_dcp_content(folder: Path) -> Content:
     return Content(origin=str(folder), tensors=found.tensors, objects=objects, metadata=metadata)
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Gives torch's writer one box at a time."""
-
-    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.tensors = tensors
-
-    def plan(self) -> SavePlan:
-        """A plan of all tensors."""
-        return SavePlan(
-            [
-                _write_item(name, box, tensor)
-                for name, tensor in self.tensors.items()
-                for box in pieces(tensor)
-            ]
-        )
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        return self.tensors[write_item.index.fqn].part(box)
-
-
 def _write_item(name: str, box: Box, tensor: LazyTensor) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     properties = TensorProperties(dtype=tensor.dtype)
@@ -238,12 +215,14 @@ def write_dcp(path: Path, content: Content) -> None:
     staging = path.with_name(f".staging-{path.name}-{secrets.token_hex(4)}")
     staging.mkdir(parents=True)
     try:
-        writer, planner = FileSystemWriter(staging, thread_count=1), _LazyPlanner(content.tensors)
-        writer.set_up_storage_writer(True)
-        plans, table = create_default_global_save_plan([writer.prepare_local_plan(planner.plan())])
-        (plan,) = writer.prepare_global_plan(plans)
-        results = writer.write_data(plan, planner).wait()
-        writer.finish(table, [results])
+        items = [
+            _write_item(name, box, tensor)
+            for name, tensor in content.tensors.items()
+            for box in pieces(tensor)
+        ]
+        (plan,), table = create_default_global_save_plan([SavePlan(items)])
+        results = _write_archives(staging / _DATA, plan.items, content.tensors)
+        FileSystemWriter(staging).finish(table, [results])
         kept = {"objects": dict(content.objects), "metadata": dict(content.metadata)}
         write_file(staging / OBJECTS, (json.dumps(kept, allow_nan=False) + "\n").encode())
         sync_folder(staging)
@@ -252,3 +231,24 @@ def write_dcp(path: Path, content: Content) -> None:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _write_archives(
+    path: Path, items: Sequence[WriteItem], tensors: Mapping[str, LazyTensor]
+) -> list[WriteResult]:
+    """One data file of archives, as torch's writer would, which keeps all tensors till the end."""
+    results = []
+    with open(path, "xb") as file:
+        for item in items:
+            assert item.tensor_data is not None
+            chunk, start = item.tensor_data.chunk, file.tell()
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            tensor = tensors[item.index.fqn].part(box)
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # torch.save writes the whole storage
+            torch.save(tensor, file)
+            place = _StorageInfo(path.name, start, file.tell() - start)
+            results.append(WriteResult(item.index, box.numel, place))
+        file.flush()
+        os.fsync(file.fileno())
+    return results
