@@ -29,7 +29,6 @@ OPTIONAL = {
     "nltk": ("data/preprocessing/sentences.py",),
     "sentencepiece": ("data/tokenizer/sentence_piece.py",),
     "tiktoken": ("data/tokenizer/tiktoken_file.py",),
-    "zstandard": ("data/preprocessing/compressed.py",),
 }
 # Required, but slow to import and needed by few: never imported with the package.
 LAZY = ("datasets", "matplotlib", "pandas")
