@@ -5,6 +5,7 @@ the tokens is the padding token). Each sample depends on seed and index alone.
 """
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class T5Dataset(SentenceDataset):
         tokens, truncated = text[:target], len(text) > target
         self._vocabulary.check_ids(tokens, self._indexed.prefix)
         spans = sorted(self._chooser.choose(tokens, target, random))
-        encoder, decoder = self._corrupt(tokens, spans)
+        encoder, decoder = corrupt(tokens, spans, self._vocabulary.sentinel_ids)
         self._check(index, spans, len(decoder))
         inputs = np.concatenate([[self._vocabulary.bos_id], decoder])
         outputs = np.concatenate([decoder, [self._vocabulary.eos_id]])
@@ -106,19 +107,6 @@ class T5Dataset(SentenceDataset):
             "loss_mask": torch.from_numpy(inside.astype(np.float32)),
             "truncated": torch.tensor(int(truncated)),
         }
-
-    def _corrupt(
-        self, tokens: NDArray[np.int64], spans: list[list[int]]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the text with sentinels for spans, and the spans behind their sentinels."""
-        none = np.zeros(0, np.int64)
-        encoder, decoder, begin = [none], [none], 0
-        for span, sentinel in zip(spans, self._vocabulary.sentinel_ids, strict=False):
-            encoder += [tokens[begin : span[0]], np.array([sentinel])]
-            decoder += [np.array([sentinel]), tokens[span[0] : span[-1] + 1]]
-            begin = span[-1] + 1
-        encoder.append(tokens[begin:])
-        return np.concatenate(encoder), np.concatenate(decoder)
 
     def _check(self, index: int, spans: list[list[int]], decoder: int) -> None:
         sentinels = len(self._vocabulary.sentinel_ids)
@@ -136,3 +124,23 @@ class T5Dataset(SentenceDataset):
                 f"{2 * most + 1} are enough for every sample of seq_length={self._seq_length}; or "
                 "lower masking.probability"
             )
+
+
+def corrupt(
+    tokens: NDArray[np.int64], spans: Sequence[Sequence[int]], sentinel_ids: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the text with sentinels for spans, and the spans behind their sentinels.
+
+    Args:
+        tokens: the text, (S,).
+        spans: positions of the tokens of each span, ascending.
+        sentinel_ids: as many as there are spans, or more.
+    """
+    none = np.zeros(0, np.int64)
+    encoder, decoder, begin = [none], [none], 0
+    for span, sentinel in zip(spans, sentinel_ids, strict=False):
+        encoder += [tokens[begin : span[0]], np.array([sentinel])]
+        decoder += [np.array([sentinel]), tokens[span[0] : span[-1] + 1]]
+        begin = span[-1] + 1
+    encoder.append(tokens[begin:])
+    return np.concatenate(encoder), np.concatenate(decoder)
