@@ -127,9 +127,11 @@ class Recorder(L.Callback):
         self.rates: list[float] = []
         self.gradients: dict[int, dict[str, Any]] = {}
         self.initial: dict[str, Any] = {}
+        self.initial_masters: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.initial = boxes(trainer, "value")
+        self.initial_masters = boxes(trainer, "master")
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any
@@ -148,11 +150,15 @@ class Recorder(L.Callback):
 
 
 def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
-    """{name: (global shape, offsets, sizes, local box)} of parameters or gradients that this rank
-    holds; a list of such where it holds several boxes of one.
+    """{name: (global shape, offsets, sizes, local box)} of parameters ("value"), of what the
+    optimizers update ("master") or of its gradients ("grad"), as this rank holds them; a list of
+    such where it holds several boxes of one.
     """
+    update = trainer.strategy.update
     if what == "grad":
-        boxed = trainer.strategy.update.gradient_boxes()
+        boxed = update.gradient_boxes()
+    elif what == "master":
+        boxed = {name: update.box(name, value) for name, value in update.updated().items()}
     else:
         model = trainer.strategy.parallel_model
         dtypes = model.compute_dtypes
@@ -214,6 +220,7 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         "gradients": recorder.gradients,
         "initial": recorder.initial,
         "final": boxes(trainer, "value"),
+        "masters": (recorder.initial_masters, boxes(trainer, "master")),
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
     }
 
@@ -265,19 +272,33 @@ def assert_same_training(
             tolerances.assert_gradient_close(
                 name, gradients[name], want, single["norms"][step], step, dtype
             )
+    _assert_same_updates(ranks, single, dtype)
+    for key, value in single["metrics"].items():
+        tolerances.assert_loss_close(ranks[0]["metrics"][key], value, 0, dtype)
+
+
+def _assert_same_updates(
+    ranks: list[dict[str, Any]], single: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Of what the optimizers update, which may be more exact than the network's parameters; those
+    must be just that, rounded.
+    """
     final = assemble([rank["final"] for rank in ranks])
-    for name, want in assemble([single["final"]]).items():
+    begun, updated = (assemble([rank["masters"][i] for rank in ranks]) for i in (0, 1))
+    wanted_begun, wanted = (assemble([single["masters"][i]]) for i in (0, 1))
+    assert final.keys() == assemble([single["final"]]).keys() >= updated.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert torch.equal(final[name], updated[name].to(dtype).float()), name
+        start = wanted_begun[name]
         tolerances.assert_update_close(
             name,
-            final[name],
+            updated[name] - begun[name] + start,
             want,
-            expected[name],
+            start,
             single["rates"],
             _zero_gradient(name, want),
             dtype,
         )
-    for key, value in single["metrics"].items():
-        tolerances.assert_loss_close(ranks[0]["metrics"][key], value, 0, dtype)
 
 
 def _zero_gradient(name: str, like: Tensor) -> Tensor | None:

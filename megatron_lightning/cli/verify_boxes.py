@@ -79,34 +79,61 @@ def compare_gradients(
 def compare_updates(
     candidate: Sequence[Record], baseline: Sequence[Record], judge: Judge, limits: Limits
 ) -> None:
-    """Changes of the weights where the gradient is not lost in rounding: elsewhere Adam's step is
-    the sign of an error.
+    """Changes of what the optimizer updates, where the gradient is not lost in rounding: elsewhere
+    Adam's step is the sign of an error. And every rank's weights, which must be just that.
     """
-    initial, gradients = assemble(baseline, "initial"), assemble(baseline, "gradients")
+    _compare_changes(candidate, baseline, judge, limits, "first", limits.first_update)
+    _compare_copies(candidate, judge, "first")
+    _compare_changes(candidate, baseline, judge, limits, "final", limits.update)
+    _compare_copies(candidate, judge, "final")
+
+
+def _compare_changes(
+    candidate: Sequence[Record],
+    baseline: Sequence[Record],
+    judge: Judge,
+    limits: Limits,
+    when: str,
+    limit: float,
+) -> None:
+    signal = "first update" if when == "first" else "update over all steps"
+    gradients, initial = assemble(baseline, "gradients"), assemble(baseline, "initial_masters")
     norm = baseline[0]["steps"][0]["gradient_norm"]
-    kinds = (
-        ("first update", "first_weights", limits.first_update),
-        ("update over all steps", "final_weights", limits.update),
-    )
-    for signal, kind, limit in kinds:
-        for name, want in assemble(baseline, kind).items():
-            if name not in gradients:
+    for name, final in assemble(baseline, f"{when}_masters").items():
+        if name not in gradients:
+            continue
+        if float(gradients[name].double().norm()) <= limits.zero_gradient * norm:
+            continue
+        live = _live(gradients[name], limits)
+        want = final.double() - initial[name].double()
+        change = float((want * live).norm())
+        if change == 0.0:
+            continue
+        for record in candidate:
+            squares = 0.0
+            for (offsets, local), (_, begun) in zip(
+                record[f"{when}_masters"].get(name, ((), ()))[1],
+                record["initial_masters"].get(name, ((), ()))[1],
+                strict=True,
+            ):
+                error = local.double() - begun.double() - _slice_of(want, offsets, local)
+                squares += float((error * _slice_of(live, offsets, local)).square().sum())
+            judge.note(signal, name, record["place"]["rank"], squares**0.5 / change, limit)
+
+
+def _compare_copies(candidate: Sequence[Record], judge: Judge, when: str) -> None:
+    """Every rank's copy of the weights: bitwise what was updated, in the dtype of the weights."""
+    updated = assemble(candidate, f"{when}_masters")
+    for record in candidate:
+        for name, (_, boxes) in record[f"{when}_weights"].items():
+            if name not in updated:
                 continue
-            if float(gradients[name].double().norm()) <= limits.zero_gradient * norm:
-                continue
-            live = _live(gradients[name], limits)
-            change = float(((want - initial[name]).double() * live).norm())
-            if change == 0.0:
-                continue
-            for record in candidate:
-                if name not in record[kind]:
-                    continue
-                squares = 0.0
-                for offsets, local in record[kind][name][1]:
-                    delta = local.double() - _slice_of(want, offsets, local).double()
-                    squares += float((delta * _slice_of(live, offsets, local)).square().sum())
-                error = squares**0.5 / change
-                judge.note(signal, name, record["place"]["rank"], error, limit)
+            dtype = getattr(torch, record["dtypes"][name])
+            wrong = any(
+                not torch.equal(local, _slice_of(updated[name], offsets, local).to(dtype).float())
+                for offsets, local in boxes
+            )
+            judge.note("weights after the step", name, record["place"]["rank"], float(wrong), 0.0)
 
 
 def _live(gradient: Tensor, limits: Limits) -> Tensor:

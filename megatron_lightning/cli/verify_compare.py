@@ -3,7 +3,7 @@
 Everything is compared rank by rank with the part of the baseline that the rank should hold, so that
 a finding has a rank; names of modules and parameters give the layer. The order is: samples and
 fields, initial weights, activations forward, token losses, loss, gradients backward and their norm,
-first update, later steps.
+first update and every rank's weights after it, later steps.
 """
 
 from __future__ import annotations

@@ -79,6 +79,14 @@ def weights(strategy: MegatronStrategy) -> dict[str, Any]:
     return boxes({n: BoxedTensor.of(box_of(v, model.table[n])) for n, v in values.items()})
 
 
+def masters(strategy: MegatronStrategy) -> dict[str, Any]:
+    """This rank's boxes of what the optimizers update: fp32 masters, or the weights themselves."""
+    update = strategy.update
+    assert update is not None
+    updated = {name: value.detach() for name, value in update.updated().items()}
+    return boxes({n: BoxedTensor.of(update.box(n, v)) for n, v in updated.items()})
+
+
 def boxes(tensors: Mapping[str, BoxedTensor]) -> dict[str, Any]:
     """{name: (global shape, [(offsets, local box), ...])}, float32 on the CPU."""
     return {

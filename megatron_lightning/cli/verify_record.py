@@ -23,6 +23,7 @@ from megatron_lightning.cli.verify_probes import (
     SKETCH_WIDTH,
     block_sketch,
     boxes,
+    masters,
     sample_hashes,
     sketch,
     watched_modules,
@@ -62,6 +63,10 @@ class Recorder(L.Callback):
             "initial": {},
             "first_weights": {},
             "final_weights": {},
+            "dtypes": {},
+            "initial_masters": {},
+            "first_masters": {},
+            "final_masters": {},
         }
 
     # ------------------------------------------------------------------ hooks of the Trainer
@@ -75,7 +80,9 @@ class Recorder(L.Callback):
             "world_size": mesh.world_size,
             **{name: mesh.axis(name).rank for name in ("pp", "dp", "cp", "tp")},
         }
-        self.record["initial"] = weights(strategy)
+        parameters = strategy.parallel_model.parameters
+        self.record["dtypes"] = {n: str(p.dtype).split(".")[1] for n, p in parameters.items()}
+        self._keep_weights(strategy, "initial", "initial_masters")
         self._watch(strategy, pl_module)
 
     def on_train_batch_start(
@@ -115,15 +122,18 @@ class Recorder(L.Callback):
             self.record["steps"][-1]["losses"], self._losses = self._losses, []
         if trainer.global_step == 1 and not self.record["first_weights"]:
             strategy = cast(MegatronStrategy, trainer.strategy)
-            self.record["first_weights"] = weights(strategy)
+            self._keep_weights(strategy, "first_weights", "first_masters")
             self._unwatch(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything."""
         strategy = cast(MegatronStrategy, trainer.strategy)
-        self.record["final_weights"] = weights(strategy)
+        self._keep_weights(strategy, "final_weights", "final_masters")
         self._unwatch(pl_module)
         torch.save(self.record, self._folder / f"rank{strategy.mesh.rank}.pt")
+
+    def _keep_weights(self, strategy: MegatronStrategy, kind: str, kind_of_masters: str) -> None:
+        self.record[kind], self.record[kind_of_masters] = weights(strategy), masters(strategy)
 
     # ------------------------------------------------------------------ watching modules
 

@@ -284,6 +284,7 @@ def test_a_clean_run_passes_and_compares_everything() -> None:
         "gradient norm",
         "first update",
         "update over all steps",
+        "weights after the step",
     }
     assert expected <= result["signals"].keys()
 
