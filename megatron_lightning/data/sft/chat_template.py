@@ -25,6 +25,16 @@ Message = Mapping[str, Any]
 
 _BEGIN, _END = "\ue000\ufdd0", "\ufdd1\ue001"  # private use and noncharacters: in no text
 
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
 
 class Rendered(NamedTuple):
     """The text of a conversation."""
@@ -98,7 +108,7 @@ class ChatTemplate:
             if "endgeneration" not in source:
                 return Rendered(plain, [])
             marked = self._templates[True][name].render(**values)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template can't render it: {error}") from error
         text, generated = _without_marks(marked)
         if text != plain:

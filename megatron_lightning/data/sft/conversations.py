@@ -100,14 +100,14 @@ def _sharegpt(record: Record) -> Conversation:
         raise ValueError("conversations is no list of objects with from and value")
     messages = _system(record)
     for turn in turns:
-        role = _SHAREGPT_ROLES.get(turn.get("from", ""))
+        speaker, value = turn.get("from"), turn.get("value")
+        role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             raise ValueError(
-                f"conversations: from={turn.get('from')!r} is none of {', '.join(_SHAREGPT_ROLES)}"
+                f"conversations: from={_shown(speaker)} is none of {', '.join(_SHAREGPT_ROLES)}"
             )
-        value = turn.get("value")
         if not isinstance(value, str):
-            raise ValueError(f"conversations: value={value!r} of {turn['from']} is no text")
+            raise ValueError(f"conversations: value={_shown(value)} of {speaker} is no text")
         messages.append(
             _function_call(value) if role == "function_call" else {"role": role, "content": value}
         )

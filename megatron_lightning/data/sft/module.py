@@ -13,7 +13,6 @@ from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets,
 from megatron_lightning.data.sft.chat_template import ChatTemplate
 from megatron_lightning.data.sft.conversations import (
     FORMATS,
-    Conversation,
     DataFormat,
     detect_format,
     read_example,
@@ -163,14 +162,16 @@ class SFTDataModule(TokenDataModule):
             return [f"tokenizer: {error}"]
         for name, source in self._sources().items():
             try:
-                first = next((e for e in RecordSource(source, name) if e.error is None), None)
+                first = _first_record(RecordSource(source, name))
                 if first is None:
                     errors.append(f"{name}: no record in {source}")
-                elif self.on_bad_example == "fail":
-                    kind = self.data_format or detect_format(first.record)
-                    example = read_example(first.record, kind)
-                    encoder = self._encoder(tokenizer, isinstance(example, Conversation))
-                    encoder.encode([encoder.render(example)])
+                    continue
+                if self.on_bad_example == "skip":
+                    self._encoder(tokenizer, first)
+                    continue
+                example = read_example(first, self.data_format or detect_format(first))
+                encoder = self._encoder(tokenizer, first)
+                encoder.encode([encoder.render(example)])
             except (OSError, ValueError) as error:
                 errors.append(f"{name}: {error}")
         return errors
@@ -183,12 +184,13 @@ class SFTDataModule(TokenDataModule):
                 sources[f"{part}/{name}" if name else part] = source
         return sources
 
-    def _encoder(self, tokenizer: Tokenizer, conversations: bool) -> ExampleEncoder:
+    def _encoder(self, tokenizer: Tokenizer, first: Mapping[str, Any]) -> ExampleEncoder:
+        """Encodes records like the first one; only plain prompts need no template."""
         template: ChatTemplate | None = None
-        if conversations or self.chat_template is not None:
+        plain = isinstance(first.get("prompt"), str) and isinstance(first.get("completion"), str)
+        if not plain or self.chat_template is not None:
             template = load_chat_template(self.tokenizer, self.chat_template, today=self._today())
-        known = isinstance(tokenizer, OffsetTokenizer)
-        bos_ids = tokenizer.begin_ids if known else []
+        bos_ids = tokenizer.begin_ids if isinstance(tokenizer, OffsetTokenizer) else []
         return ExampleEncoder(tokenizer, template, loss_on=self.loss_on, bos_ids=bos_ids)
 
     @property
@@ -243,9 +245,7 @@ class SFTDataModule(TokenDataModule):
         return dataset
 
     def _documents(self, tokenizer: Tokenizer, records: RecordSource) -> Documents:
-        first = next((entry.record for entry in records if entry.error is None), {})
-        prompts = isinstance(first.get("prompt"), str) and "messages" not in first
-        encoder = self._encoder(tokenizer, conversations=not prompts)
+        encoder = self._encoder(tokenizer, _first_record(records) or {})
         if encoder.template is not None:
             _warn_of_pieces(tokenizer, encoder.template)
         return load_documents(
@@ -255,6 +255,10 @@ class SFTDataModule(TokenDataModule):
             on_bad_example=self.on_bad_example,
             cache_dir=self.cache_dir,
         )
+
+
+def _first_record(records: RecordSource) -> Mapping[str, Any] | None:
+    return next((entry.record for entry in records if entry.error is None), None)
 
 
 def _named(data: Any) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class RecordSource:
             else:
                 self._files = _matching_files([os.fspath(entry) for entry in source], name)
         elif isinstance(source, Iterable):
-            self._dataset = source
+            once = iter(source) is source  # a generator, say
+            self._dataset = list(source) if once else source
         else:
             raise ValueError(f"{name}={source!r}: give files, or a data set of `datasets`")
 

@@ -4,8 +4,16 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_lightning.data.sft import Conversation, PromptCompletion, detect_format, read_example
+from megatron_lightning.data.sft import (
+    ChatTemplate,
+    Conversation,
+    PromptCompletion,
+    detect_format,
+    read_example,
+)
 from tests.unit.data.sft import chats
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -113,3 +121,29 @@ def test_refusals(record: dict[str, Any], message: str) -> None:
 def test_a_format_that_was_given() -> None:
     with pytest.raises(ValueError, match="no field conversations, which format sharegpt needs"):
         read_example({"messages": [USER, ANSWER]}, "sharegpt")
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
+KEYS = st.sampled_from(["role", "content", "from", "value", "tool_calls", "x"])
+SPEAKERS = st.sampled_from(["user", "assistant", "system", "human", "gpt", "function_call"])
+VALUES = st.recursive(
+    SCALARS | SPEAKERS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = ["messages", "conversations", "instruction", "output", "input", "system", "history"]
+FIELDS += ["prompt", "completion", "tools"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+def test_any_record_is_read_or_explained(record: dict[str, Any]) -> None:
+    template = ChatTemplate(chats.QWEN)
+    problem = None
+    try:
+        example = read(record)
+        if isinstance(example, Conversation):
+            template.render(example.messages, example.tools)
+    except ValueError as error:
+        problem = str(error)
+    assert problem is None or len(problem) > 10

@@ -219,10 +219,25 @@ def test_validation_sets_and_splits(tmp_path: Path) -> None:
     assert none.val_dataloader() == []
 
 
-def fit(data: SFTDataModule, steps: int) -> dict[str, Any]:
+MODELS: dict[str, dict[str, Any]] = {
+    "rotary": dict(config=tiny_config(num_layers=2)),
+    "learned, windows": dict(
+        config=tiny_config(
+            num_layers=2,
+            position_embedding="learned",
+            max_position_embeddings=64,
+            window_size=9,
+            window_pattern="SF",
+        )
+    ),
+    "written out": dict(config=tiny_config(num_layers=2), attention="reference"),
+}
+
+
+def fit(data: SFTDataModule, steps: int, model_name: str) -> dict[str, Any]:
     """Losses and gradients of a few steps on CPU, by Lightning's own strategy."""
     torch.manual_seed(0)
-    model = GPTModel(tiny_config(num_layers=2))
+    model = GPTModel(**MODELS[model_name])
     seen: dict[str, Any] = {"losses": [], "gradients": []}
 
     class Keep(L.Callback):
@@ -244,9 +259,18 @@ def fit(data: SFTDataModule, steps: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("packing", ["first_fit_decreasing", "in_order"])
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_packed_training_equals_unpacked(tmp_path: Path, packing: Any, multiple: int) -> None:
+@pytest.mark.parametrize(
+    ("packing", "multiple", "model"),
+    [
+        ("first_fit_decreasing", 1, "rotary"),
+        ("first_fit_decreasing", 4, "learned, windows"),
+        ("in_order", 1, "learned, windows"),
+        ("in_order", 4, "written out"),
+    ],
+)
+def test_packed_training_equals_unpacked(
+    tmp_path: Path, packing: Any, multiple: int, model: str
+) -> None:
     """All documents in each step, so that only the packing differs."""
     path = write(tmp_path / "d.jsonl", 24)
     unpacked = make(path, packing="none", micro_batch_size=24, global_batch_size=24)
@@ -255,7 +279,7 @@ def test_packed_training_equals_unpacked(tmp_path: Path, packing: Any, multiple:
     size = packed.statistics["train"].samples
     assert size < 20
     packed.micro_batch_size = packed.global_batch_size = size
-    runs = [fit(make_again(packed, size), 3), fit(unpacked, 3)]
+    runs = [fit(data, 3, model) for data in (make_again(packed, size), unpacked)]
     for step, (got, want) in enumerate(zip(runs[0]["losses"], runs[1]["losses"], strict=True)):
         tolerances.assert_loss_close(got, want, step, torch.float32)
     for step, (ours, theirs) in enumerate(
