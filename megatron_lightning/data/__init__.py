@@ -42,7 +42,11 @@ from megatron_lightning.data.masked import (
     T5Dataset,
     T5Vocabulary,
 )
-from megatron_lightning.data.modules import PretrainingDataModule, TokenDataModule
+from megatron_lightning.data.modules import (
+    HFDataModule,
+    PretrainingDataModule,
+    TokenDataModule,
+)
 from megatron_lightning.data.preprocessing import (
     DatasetName,
     PreprocessOptions,
@@ -90,6 +94,7 @@ __all__ = [
     "FillInMiddle",
     "GPTDataset",
     "GlobalBatchSampler",
+    "HFDataModule",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MaskedVocabulary",

@@ -14,8 +14,7 @@ for an epoch. Lightning does not exhaust a loader that has a length, so code aft
 may never run: everything that a new pass needs is decided when its first batch is asked for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from megatron_lightning.data.account import (
     source_names,
 )
 from megatron_lightning.data.blend import SampleSource
+from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler
 
 Batch = dict[str, Tensor]
@@ -42,28 +42,12 @@ class DataWorkerError(RuntimeError):
     """A process that reads ahead for a loader was killed or ended."""
 
 
-@dataclass(kw_only=True)
-class Position:
-    """Where a loader is; equal on all ranks, independent of the layout."""
-
-    epoch: int = 0
-    """Epoch of the data of the batch delivered last (or first to come), from 0."""
-    consumed_in_epoch: int = 0
-    """Samples of that epoch delivered to all ranks together, padding not counted."""
-    consumed_samples: int = 0
-    """Samples delivered to all ranks together since the run began, padding not counted."""
-    pass_number: int = 0
-    """The current pass over the loader (Lightning's epoch), from 0."""
-    batches_in_pass: int = 0
-    """Batches delivered in that pass."""
-
-
 def stack_samples(samples: Sequence[dict[str, Tensor]]) -> Batch:
     """Returns a batch of samples with equal fields: each field stacked to (B, ...)."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-class StatefulLoader:
+class StatefulLoader(PositionedLoader):
     """Batches of this rank with an exact and layout-independent position.
 
     Args:
@@ -86,39 +70,20 @@ class StatefulLoader:
         pin_memory: bool = False,
         collate: Callable[[Sequence[dict[str, Tensor]]], Batch] = stack_samples,
     ) -> None:
+        super().__init__(restart=restart, names=tuple(source_names(dataset)))
         self._batches = sampler
-        self._names = tuple(source_names(dataset))
         self._loader: DataLoader[Any] = DataLoader(
             _NotedDataset(dataset),
             batch_sampler=sampler,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            collate_fn=_Collate(collate),
+            collate_fn=NotedCollate(collate),
         )
-        self._restart = restart
-        self._loaded_pass: int | None = None  # pass in which a loaded position was saved
-        self.position = Position()
-
-    @property
-    def sampler(self) -> "StatefulLoader":
-        """The object whose `set_epoch` Lightning calls."""
-        return self
-
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """Names of the sources that the accounts of batches refer to by number."""
-        return self._names
 
     @property
     def batch_sampler(self) -> GlobalBatchSampler:
         """The batches of this rank (Lightning looks here for shuffled evaluation data)."""
         return self._batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Announces pass `epoch`; a loader without a position also begins with that data epoch."""
-        self.position.pass_number = epoch
-        if self.position.consumed_samples == 0 and not self._restart:
-            self.position.epoch = epoch
 
     def __len__(self) -> int:
         """Batches in a whole pass, even if resumed inside one: Lightning counts from its start."""
@@ -147,26 +112,12 @@ class StatefulLoader:
                     return
 
     def _read(self) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
-        try:
-            yield from self._loader
-        except RuntimeError as error:
-            if "worker" not in str(error):
-                raise
-            raise DataWorkerError(
-                f"a process that reads the training data ended: {error}. Nothing is lost: the order"
-                " of the samples does not depend on these processes, so a run that is resumed from"
-                " its last checkpoint reads what this one would have. If memory ran out, lower"
-                f" num_workers={self._loader.num_workers}"
-            ) from error
+        return named_errors(self._loader)
 
     def _begin_pass(self) -> None:
-        """Starts the count of a new pass, unless the loaded position lies within this one."""
-        at = self.position
-        if self._loaded_pass != at.pass_number or at.batches_in_pass >= len(self):
-            at.batches_in_pass = 0
-        self._loaded_pass = None
+        self._continues_pass(len(self))
         if self._restart:
-            at.epoch, at.consumed_in_epoch = 0, 0
+            self.position.epoch, self.position.consumed_in_epoch = 0, 0
 
     def _seek(self) -> int:
         """Points the sampler at the position, which may be the start of the next epoch. Returns the
@@ -180,26 +131,20 @@ class StatefulLoader:
         batches.consumed = at.consumed_samples
         return left_out
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the position: equal on all ranks, independent of the layout."""
-        return asdict(self.position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position of `state`: in the pass in which it was saved, or in a pass
-        announced since.
-
-        Raises:
-            ValueError: a field is missing or is no count.
-        """
-        names = [field.name for field in fields(Position)]
-        wrong = [name for name in names if type(state.get(name)) is not int or state[name] < 0]
-        if wrong:
-            raise ValueError(
-                f"loader state {dict(state)} must hold a count for {', '.join(wrong)}: the "
-                "checkpoint was written with another data loader"
-            )
-        self.position = Position(**{name: state[name] for name in names})
-        self._loaded_pass = self.position.pass_number
+def named_errors(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yields what `loader` yields. DataWorkerError when one of its processes ended."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "worker" not in str(error):
+            raise
+        raise DataWorkerError(
+            f"a process that reads the training data ended: {error}. Nothing is lost: the order of "
+            "the samples does not depend on these processes, so a run that is resumed from its "
+            "last checkpoint reads what this one would have. If memory ran out, lower "
+            f"num_workers={loader.num_workers}"
+        ) from error
 
 
 class _NotedDataset(Dataset[tuple[dict[str, Tensor], list[int]]]):
@@ -221,7 +166,7 @@ class _NotedDataset(Dataset[tuple[dict[str, Tensor], list[int]]]):
         return {**first, **blank}, padding_row()
 
 
-class _Collate:
+class NotedCollate:
     """Makes the batch and its rows; travels to worker processes."""
 
     def __init__(self, collate: Callable[[Sequence[dict[str, Tensor]]], Batch]) -> None:
@@ -230,5 +175,6 @@ class _Collate:
     def __call__(
         self, samples: Sequence[tuple[dict[str, Tensor], list[int]]]
     ) -> tuple[Batch, NDArray[np.int64]]:
+        """Returns the batch of samples with their rows, and the rows (B, columns)."""
         batch = self._collate([sample for sample, _ in samples])
         return batch, np.array([row for _, row in samples], np.int64)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_lightning.data.blend import OrderedSource
 from megatron_lightning.data.loader import Batch, StatefulLoader, stack_samples
+from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.samplers import GlobalBatchSampler
 
@@ -69,7 +70,7 @@ class TokenDataModule(LightningDataModule):
         self._train: OrderedSource | None = None
         self._train_samples = 0
         self._evaluation: dict[EvaluationPart, EvaluationSets] = {}
-        self._loader: StatefulLoader | None = None
+        self._loader: PositionedLoader | None = None
         self._loaded: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ what a subclass defines
@@ -224,35 +225,40 @@ class TokenDataModule(LightningDataModule):
 
     # ------------------------------------------------------------------ loaders
 
-    def train_dataloader(self) -> StatefulLoader:
+    def train_dataloader(self) -> PositionedLoader:
         """Returns the loader of this rank's share, at the position of the checkpoint or of the last
         loader.
         """
         assert self._train is not None, "setup('fit') comes first"
         overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # pyright: ignore
-        sampler = self._sampler(
-            self._train_samples,
-            self.batch_size_schedule,
-            shuffle=not overfit,
-            drop_last=self.drop_last,
-        )
         position = self.state_dict().get("loader")
-        self._loader = self._make_loader(self._train, sampler, restart=overfit)
+        self._loader = self._training_loader(self._train, restart=overfit)
         if position is not None and not overfit:
             self._loader.load_state_dict(position)
         return self._loader
 
-    def val_dataloader(self) -> StatefulLoader | list[StatefulLoader]:
+    def _training_loader(self, dataset: OrderedSource, *, restart: bool) -> PositionedLoader:
+        sampler = self._sampler(
+            self._train_samples,
+            self.batch_size_schedule,
+            shuffle=not restart,
+            drop_last=self.drop_last,
+        )
+        return self._make_loader(dataset, sampler, restart=restart)
+
+    def val_dataloader(self) -> PositionedLoader | list[PositionedLoader]:
         """Returns the loader of one pass over the validation data; a list of loaders when there are
         several sets, an empty one when there is no sample.
         """
         return self._evaluation_loaders("valid")
 
-    def test_dataloader(self) -> StatefulLoader | list[StatefulLoader]:
+    def test_dataloader(self) -> PositionedLoader | list[PositionedLoader]:
         """Returns the loader of one pass over the test data, as `val_dataloader`."""
         return self._evaluation_loaders("test")
 
-    def _evaluation_loaders(self, part: EvaluationPart) -> StatefulLoader | list[StatefulLoader]:
+    def _evaluation_loaders(
+        self, part: EvaluationPart
+    ) -> PositionedLoader | list[PositionedLoader]:
         assert part in self._evaluation, "setup comes first"
         sources = self._evaluation[part].values()
         loaders = [self._evaluation_loader(source) for source in sources if len(source)]
@@ -268,7 +274,7 @@ class TokenDataModule(LightningDataModule):
             str(name) if type(name) is str and name else None for name in sets if len(sets[name])
         ]
 
-    def _evaluation_loader(self, dataset: OrderedSource) -> StatefulLoader:
+    def _evaluation_loader(self, dataset: OrderedSource) -> PositionedLoader:
         # No larger than the data needs: a batch of mostly padding would cost as much as a full one.
         unit = self.micro_batch_size * self._dp()[1]
         batch = min(self.global_batch_size, -(-len(dataset) // unit) * unit)
@@ -295,15 +301,17 @@ class TokenDataModule(LightningDataModule):
     def _make_loader(
         self, dataset: OrderedSource, sampler: GlobalBatchSampler, *, restart: bool
     ) -> StatefulLoader:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StatefulLoader(
             dataset,
             sampler,
             restart=restart,
             num_workers=self.num_workers,
-            pin_memory=on_gpu,
+            pin_memory=self._on_gpu(),
             collate=self.collate,
         )
+
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _dp(self) -> tuple[int, int]:
         """Returns rank and size on the data-parallel axis, as the strategy defines them."""
