@@ -172,7 +172,7 @@ def _read(source: Path, kind: Kind, how: Conversion) -> Content:
         if kind == "lightning":
             if source.is_dir():
                 return read_lightning_folder(source)
-            return read_lightning_file(source, how.group_of)
+            return read_lightning_file(source, how.group_of, weights_only=how.weights_only)
         return _read_megatron_core(source, how)
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}") from error

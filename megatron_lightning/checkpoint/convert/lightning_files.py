@@ -34,7 +34,9 @@ GroupOf = Callable[[Mapping[str, Any], str, tuple[int, ...]], str]
 """(hyper-parameters, name, shape) -> name of the optimizer's group that the parameter is in."""
 
 
-def read_lightning_file(path: Path, group_of: GroupOf | None = None) -> Content:
+def read_lightning_file(
+    path: Path, group_of: GroupOf | None = None, *, weights_only: bool = False
+) -> Content:
     """The contents of a `.ckpt` file; tensors are mapped, not read. CheckpointError if it holds
     anything but tensors, plain values and configs.
     """
@@ -52,7 +54,8 @@ def read_lightning_file(path: Path, group_of: GroupOf | None = None) -> Content:
             places.add(place)
     tensors = {MODEL + name: LazyTensor.held(value) for name, value in weights.items()}
     groups: list[Any] = []
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states") or []):
+    optimizers = [] if weights_only else checkpoint.get("optimizer_states") or []
+    for index, optimizer in enumerate(optimizers):
         names = _parameter_names(optimizer, weights, objects, group_of, path)
         groups.append([_group(group) for group in optimizer["param_groups"]])
         for key, entries in optimizer["state"].items():
