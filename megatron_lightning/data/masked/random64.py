@@ -5,10 +5,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-_WORDS, _SHIFT = 312, 156
+from megatron_lightning.data.compiled import COMPILED_FROM
+from megatron_lightning.data.masked.compiled import loops
+
+_WORDS = 312
 _MATRIX = np.uint64(0xB5026F5AA96619E9)
 _UPPER, _LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 _ONE = np.uint64(1)
+_RUNS = (  # words that are replaced, those after them, and those half a turn away
+    (slice(0, 156), slice(1, 157), slice(156, 312)),
+    (slice(156, 311), slice(157, 312), slice(0, 155)),
+    (slice(311, 312), slice(0, 1), slice(155, 156)),
+)
 
 
 def twister64(seed: int, count: int) -> NDArray[np.uint64]:
@@ -25,10 +33,15 @@ def shuffled_order(count: int, seed: int) -> NDArray[np.int64]:
     """Returns where a Fisher-Yates shuffle from the end, with `twister64(seed)` modulo the places
     left, takes its elements from; (count,).
     """
-    order = list(range(count))
     left = np.arange(count, 1, -1, dtype=np.uint64)  # places to choose from, in each swap
-    swaps = (twister64(seed, max(count - 1, 0)) % left).tolist()
-    for last, other in zip(range(count - 1, 0, -1), swaps, strict=True):
+    others = (twister64(seed, max(count - 1, 0)) % left).astype(np.int64)
+    compiled = loops() if count >= COMPILED_FROM else None
+    if compiled is not None:
+        shuffled = np.arange(count)
+        compiled.swap(shuffled, others)
+        return shuffled
+    order = list(range(count))
+    for last, other in zip(range(count - 1, 0, -1), others.tolist(), strict=True):
         order[last], order[other] = order[other], order[last]
     return np.array(order, dtype=np.int64)
 
@@ -42,14 +55,13 @@ def _seed_state(seed: int) -> NDArray[np.uint64]:
 
 
 def _advance(state: NDArray[np.uint64]) -> None:
-    """Replaces the words by the next ones; three runs, because the second reads what the first
-    wrote.
+    """Replaces the words by the next ones; in three runs, because the second and third read what
+    the one before wrote.
     """
-    for begin, end in ((0, _SHIFT), (_SHIFT, _WORDS - 1), (_WORDS - 1, _WORDS)):
-        after = np.take(state, range(begin + 1, end + 1), mode="wrap")
-        far = np.take(state, range(begin + _SHIFT, end + _SHIFT), mode="wrap")
-        mixed = (state[begin:end] & _UPPER) | (after & _LOWER)
-        state[begin:end] = far ^ (mixed >> _ONE) ^ np.where(mixed & _ONE, _MATRIX, np.uint64(0))
+    for run, after, far in _RUNS:
+        mixed = (state[run] & _UPPER) | (state[after] & _LOWER)
+        twist = (mixed & _ONE) * _MATRIX
+        state[run] = state[far] ^ (mixed >> _ONE) ^ twist
 
 
 def _temper(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

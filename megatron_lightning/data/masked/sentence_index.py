@@ -11,15 +11,15 @@ is found by bisection, without a step for each sentence.
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lightning.data.compiled import COMPILED_FROM
+from megatron_lightning.data.masked.compiled import Loops, loops
 from megatron_lightning.data.masked.random64 import shuffled_order
-
-_DRAWS = 1 << 14  # target lengths drawn at a time
 
 
 class SentenceIndex(NamedTuple):
@@ -111,23 +111,56 @@ def build_sentence_index(
                 "tokens. Give a larger split, or a corpus that is split into sentences"
             )
         return SentenceIndex(np.zeros((0, 3), dtype), np.zeros(0, np.int32))
-    documents = list(
-        zip(boundaries[:-1][usable].tolist(), boundaries[1:][usable].tolist(), strict=True)
-    )
-    begin, end = documents[0][0], documents[-1][1]
+    begins, ends = boundaries[:-1][usable], boundaries[1:][usable]
+    targets = _TargetLengths(max_length, short_seq_prob, seed)
+    sentences = int((ends - begins).sum())
+    compiled = max(sentences, num_samples or 0) >= COMPILED_FROM
+    cut = _cutter(begins, ends, lengths, min_sentences, loops() if compiled else None)
+    passes: list[NDArray[np.int64]] = []
+    counts = [0]  # samples after each pass
+    while counts[-1] < max(num_samples or 0, 1):
+        rows, used = cut(targets.coming(len(begins) + sentences))
+        targets.skip(used)
+        passes.append(rows)
+        counts.append(counts[-1] + len(rows))
+    epochs = np.repeat(np.arange(len(passes), dtype=np.int32), np.diff(counts))
+    order = shuffled_order(counts[-1], seed + 1)
+    return SentenceIndex(np.concatenate(passes)[order].astype(dtype), epochs[order])
+
+
+Cutter = Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], int]]
+"""From target lengths to the samples of one pass, (samples, 3), and how many lengths were used."""
+
+
+def _cutter(
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    min_sentences: int,
+    compiled: Loops | None,
+) -> Cutter:
+    if compiled is not None:
+        rows = np.empty((int((ends - begins).sum()), 3), np.int64)
+
+        def cut_all(targets: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+            count, used = compiled.cut(begins, ends, lengths, min_sentences, targets, rows)
+            return rows[:count].copy(), used
+
+        return cut_all
+    first = int(begins[0])
     # Tokens before each sentence, from the first one used on: element access must be cheap.
-    before = array("q", np.cumsum(lengths[begin:end], dtype=np.int64).tobytes())
-    before.insert(0, 0)
-    targets = _target_lengths(max_length, short_seq_prob, seed)
-    rows, passes = array("q"), [0]  # passes: samples after each of them
-    while passes[-1] < max(num_samples or 0, 1):
-        for first, last in documents:
-            _cut_document(first - begin, last - begin, before, min_sentences, targets, rows)
-        passes.append(len(rows) // 3)
-    found = np.frombuffer(rows, dtype=np.int64).reshape(-1, 3) + [begin, begin, 0]
-    epochs = np.repeat(np.arange(len(passes) - 1, dtype=np.int32), np.diff(passes))
-    order = shuffled_order(len(found), seed + 1)
-    return SentenceIndex(found[order].astype(dtype), epochs[order])
+    before = array("q", [0])
+    before.frombytes(np.cumsum(lengths[first : ends[-1]], dtype=np.int64).tobytes())
+    documents = list(zip((begins - first).tolist(), (ends - first).tolist(), strict=True))
+
+    def cut_each(targets: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        coming, found = iter(targets.tolist()), array("q")
+        for begin, end in documents:
+            _cut_document(begin, end, before, min_sentences, coming, found)
+        rows = np.frombuffer(found, dtype=np.int64).reshape(-1, 3) + [first, first, 0]
+        return rows, len(documents) + len(rows)
+
+    return cut_each
 
 
 def _cut_document(
@@ -149,14 +182,31 @@ def _cut_document(
         begin, target = stop, next(targets)
 
 
-def _target_lengths(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]:
-    """Yields target lengths; numpy's RandomState draws the 32-bit words of `std::mt19937`."""
-    ratio = math.floor(1 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0
-    random = np.random.RandomState(seed)
-    while True:
-        if ratio == 0:
-            yield max_length
-            continue
-        words = random.randint(0, 2**32, size=_DRAWS, dtype=np.uint32).astype(np.int64)
-        short = 2 + words % (max_length - 1)
-        yield from np.where(words % ratio == 0, short, max_length).tolist()
+class _TargetLengths:
+    """The stream of target lengths: numpy's RandomState draws the 32-bit words of
+    `std::mt19937`.
+    """
+
+    def __init__(self, max_length: int, short_seq_prob: float, seed: int) -> None:
+        self._max_length = max_length
+        self._ratio = math.floor(1 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0
+        self._random = np.random.RandomState(seed)
+        self._drawn = np.zeros(0, np.int64)
+
+    def coming(self, count: int) -> NDArray[np.int64]:
+        """Returns the next `count` lengths or more, without using them up."""
+        missing = count - len(self._drawn)
+        if missing > 0:
+            self._drawn = np.concatenate([self._drawn, self._draw(missing)])
+        return self._drawn
+
+    def skip(self, count: int) -> None:
+        """Uses up `count` lengths."""
+        self._drawn = self._drawn[count:]
+
+    def _draw(self, count: int) -> NDArray[np.int64]:
+        if self._ratio == 0:
+            return np.full(count, self._max_length)
+        words = self._random.randint(0, 2**32, size=count, dtype=np.uint32).astype(np.int64)
+        short = 2 + words % (self._max_length - 1)
+        return np.where(words % self._ratio == 0, short, self._max_length)

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_lightning.data import IndexedDataset
-from megatron_lightning.data.masked import build_sentence_index, usable_documents
+from megatron_lightning.data.masked import (
+    build_sentence_index,
+    random64,
+    sentence_index,
+    usable_documents,
+)
 from megatron_lightning.data.masked.random64 import shuffled_order, twister64
 from tests.unit.data import masked_corpora as corpora
 
@@ -104,3 +109,17 @@ def test_seeds_beyond_what_the_peer_takes():
         assert data[len(data) - 1]["tokens"].shape == (64,)
     with pytest.raises(ValueError, match="seed=4294967296 must be between 0 and 4294967295"):
         corpora.bert(seed=2**32)
+
+
+@pytest.mark.parametrize("short_seq_prob", [0.0, 0.3])
+def test_compiled_loops_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch, short_seq_prob: float):
+    pytest.importorskip("numba")
+    indexed = IndexedDataset(corpora.FOLDER / "sentences")
+    options = {"max_length": 40, "short_seq_prob": short_seq_prob, "seed": 3, "min_sentences": 2}
+    arguments = (indexed.document_indices[7:], indexed.sequence_lengths)
+    plain = build_sentence_index(*arguments, num_samples=300, **options)
+    monkeypatch.setattr(sentence_index, "COMPILED_FROM", 0)
+    monkeypatch.setattr(random64, "COMPILED_FROM", 0)
+    compiled = build_sentence_index(*arguments, num_samples=300, **options)
+    np.testing.assert_array_equal(compiled.samples, plain.samples)
+    np.testing.assert_array_equal(compiled.epochs, plain.epochs)
