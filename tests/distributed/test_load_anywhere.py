@@ -79,7 +79,9 @@ FAST = {
 
 
 def run_of(layout: str, **changes: Any) -> Run:
-    return Run(config=CONFIG, layout=LAYOUTS[layout][1], steps=STEPS, keep_gradients=(), **changes)
+    layout_options = LAYOUTS[layout][1]
+    options = dict(steps=STEPS, keep_gradients=(), global_batch_size=4)
+    return Run(config=CONFIG, layout=layout_options, **{**options, **changes})
 
 
 class Compare(L.Callback):
