@@ -62,8 +62,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def index_to_json(index: Mapping[str, StoredTensor]) -> bytes:
-    """The contents of `metadata.json`: one line a tensor, sorted by name."""
+def index_to_json(index: Mapping[str, StoredTensor], *, part: bool = False) -> bytes:
+    """The contents of `metadata.json`: one line a tensor, sorted by name. A `part` holds what one
+    rank holds of the tensors.
+    """
     lines = []
     for name in sorted(index):
         tensor = index[name]
@@ -81,7 +83,8 @@ def index_to_json(index: Mapping[str, StoredTensor]) -> bytes:
         entry = {"dtype": dtype_name(tensor.dtype), "shape": tensor.shape, "boxes": boxes}
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     table = ",\n".join(lines)
-    return f'{{"format_version": {FORMAT_VERSION}, "tensors": {{\n{table}\n}}}}\n'.encode()
+    kind = '"part": true, ' if part else ""
+    return f'{{"format_version": {FORMAT_VERSION}, {kind}"tensors": {{\n{table}\n}}}}\n'.encode()
 
 
 def index_from_json(data: bytes, where: str) -> dict[str, StoredTensor]:
@@ -91,7 +94,7 @@ def index_from_json(data: bytes, where: str) -> dict[str, StoredTensor]:
     try:
         table = json.loads(data)
         version, tensors = table["format_version"], table["tensors"]
-        items = list(tensors.items())
+        items, part = list(tensors.items()), table.get("part") is True
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where} is not a table of tensors: {error}") from error
     if version != FORMAT_VERSION:
@@ -101,7 +104,7 @@ def index_from_json(data: bytes, where: str) -> dict[str, StoredTensor]:
     index = {}
     for name, entry in items:
         try:
-            index[name] = _tensor_from_json(entry)
+            index[name] = _tensor_from_json(entry, part=part)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{where}: the entry of tensor {name!r} is damaged: {error!r}"
@@ -109,7 +112,7 @@ def index_from_json(data: bytes, where: str) -> dict[str, StoredTensor]:
     return index
 
 
-def _tensor_from_json(entry: Mapping[str, Any]) -> StoredTensor:
+def _tensor_from_json(entry: Mapping[str, Any], *, part: bool) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
     boxes = []
     for row in entry["boxes"]:
@@ -128,7 +131,7 @@ def _tensor_from_json(entry: Mapping[str, Any]) -> StoredTensor:
         if not _is_inside(stored.file):
             raise ValueError(f"file {stored.file!r} is not inside the checkpoint")
         boxes.append(stored)
-    if sum(stored.box.numel for stored in boxes) != math.prod(shape):
+    if not part and sum(stored.box.numel for stored in boxes) != math.prod(shape):
         raise ValueError(f"its boxes do not cover shape {shape}")
     return StoredTensor(dtype, shape, tuple(boxes))
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from megatron_lightning.checkpoint.errors import CheckpointError
 
+ALONE: Any = "this rank alone"
+"""In place of a process group: each rank for itself, without a word to the others."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -28,7 +30,8 @@ class RankGroup:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
-        self._distributed = dist.is_available() and dist.is_initialized()
+        distributed = dist.is_available() and dist.is_initialized()
+        self._distributed = distributed and process_group is not ALONE
         self.size = dist.get_world_size(process_group) if self._distributed else 1
         self.rank = dist.get_rank(process_group) if self._distributed else 0
         if self.rank < 0:

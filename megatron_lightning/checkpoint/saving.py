@@ -204,8 +204,8 @@ def commit(
     """
     writer.finish(table, [results for results, _ in written])
     files = {file.file: FileEntry(file.size, file.crc32) for _, file in written if file is not None}
-    files[METADATA_FILE] = _entry((writer.folder / METADATA_FILE).read_bytes())
-    return _commit_objects(path, writer.folder, files, objects)
+    files[METADATA_FILE] = entry_of((writer.folder / METADATA_FILE).read_bytes())
+    return commit_objects(path, writer.folder, files, objects)
 
 
 def can_link(source: Path, target: Path) -> bool:
@@ -238,18 +238,22 @@ def commit_linked(
     (staging / DATA_FOLDER).mkdir()
     for name in files:
         os.link(source / name, staging / name)
-    _commit_objects(path, staging, files, objects)
+    commit_objects(path, staging, files, objects)
 
 
-def _commit_objects(
+def commit_objects(
     path: PathLike, staging: Path, files: dict[str, FileEntry], objects: Objects
 ) -> int:
+    """Write the objects into a staged folder whose other `files` are complete, and put it in place
+    as `path`. Returns when that was, in nanoseconds since 1970.
+    """
     write_file(staging / OBJECTS_FILE, objects.tree)
-    files[OBJECTS_FILE] = _entry(objects.tree)
+    files[OBJECTS_FILE] = entry_of(objects.tree)
     manifest = Manifest(files=files, metadata=objects.metadata)
     publish(staging, path, manifest)
     return manifest.created_unix_ns
 
 
-def _entry(data: bytes) -> FileEntry:
+def entry_of(data: bytes) -> FileEntry:
+    """What the manifest says about a file with these contents."""
     return FileEntry(len(data), zlib.crc32(data))

@@ -145,5 +145,9 @@ def _read(folder: Path, index: Mapping[str, StoredTensor], tensors: dict[str, Bo
     for item in plan.items:
         planned[item.dest_index.fqn] += math.prod(item.lengths)
     for name, tensor in tensors.items():
-        assert planned[name] == sum(box.numel for box in tensor.boxes), name
+        if planned[name] != sum(box.numel for box in tensor.boxes):
+            raise CheckpointError(
+                f"{folder} has only a part of what this rank holds of {name!r}: it is a copy of what"
+                f" one rank held, for that rank and layout"
+            )
     reader.read_data(plan, planner).wait()

@@ -68,6 +68,17 @@ class MeshStrategy(ParallelStrategy):
         """Whether gradients of some batches wait for the optimizer step."""
         return False
 
+    def choose_start(self, path: Any) -> Any:
+        """What to resume from where the newest is wanted; `path` is the newest checkpoint, if
+        any.
+        """
+        return path
+
+    def at_step_boundary(self, complete: int) -> None:
+        """After a batch and the hooks of all callbacks; `complete` is the newest step that all
+        ranks have copied.
+        """
+
     @property
     def num_processes(self) -> int:
         """Ranks on this node."""

@@ -59,8 +59,10 @@ class Preemption(Callback):
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._trained = True
-        self._signals.agree()
-        if self._signals.agreed and not self._strategy.window_is_open:
+        complete = self._signals.agree()
+        if not self._signals.agreed:
+            self._strategy.at_step_boundary(complete)
+        elif not self._strategy.window_is_open:
             _compat.note_sigterm(self._trainer)
 
     @override

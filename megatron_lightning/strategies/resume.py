@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -20,11 +20,17 @@ from typing_extensions import override
 from megatron_lightning.checkpoint import CheckpointError, is_checkpoint, read_manifest
 from megatron_lightning.utils.logging import warn_once
 
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
+
 _PREEMPTED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 class FolderConnector(_CheckpointConnector):
     """The Trainer's choice of a checkpoint, among folders of this package."""
+
+    _automatic = False
+    """Whether the newest checkpoint is wanted, and not a certain one."""
 
     @property
     @override
@@ -38,12 +44,32 @@ class FolderConnector(_CheckpointConnector):
         return next_preempted(folderpath)
 
     @override
+    def _select_ckpt_path(self, *args: Any, **kwargs: Any) -> Any:
+        self._automatic = False
+        return super()._select_ckpt_path(*args, **kwargs)
+
+    @override
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kw: Any) -> Any:
+        found = super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kw)
         preempted = self._hpc_resume_path if ckpt_path == "last" else None
-        if preempted is None:
-            return super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kw)
-        saved = super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kw)
-        return preempted if saved is None or _age(saved) < _age(preempted) else saved
+        if preempted is not None and (found is None or _age(found) < _age(preempted)):
+            found = preempted
+        without_name = ckpt_path is None and found is not None
+        self._automatic = state_fn == TrainerFn.FITTING and (
+            without_name or ckpt_path in ("last", "hpc")
+        )
+        return found
+
+    @override
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Lightning's, from what the ranks agree on where the newest is wanted."""
+        if self._automatic:
+            checkpoint_path = _strategy_of(self.trainer).choose_start(checkpoint_path)
+        super().resume_start(checkpoint_path, weights_only)
+
+
+def _strategy_of(trainer: Trainer) -> MeshStrategy:
+    return trainer.strategy  # type: ignore[return-value]
 
 
 def use_folders(trainer: Trainer) -> None:
