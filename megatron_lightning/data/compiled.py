@@ -1,8 +1,8 @@
 """The sequential index loops, compiled by numba (extra `data`) when they are long.
 
 numba is imported on first use and is never needed: the plain paths beside each call give the same
-arrays, bit for bit, and are tested against these. Importing and compiling takes about a second, or
-a part of it when numba finds its own cache, so that short loops are left to the plain paths.
+arrays, bit for bit, and are tested against these. Importing and compiling takes about a second, half
+of it when numba finds its own cache, so that short loops are left to the plain paths.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-COMPILED_FROM = 2_000_000
+COMPILED_FROM = 100_000
 """Steps of the inner loop from which on the compiled path is taken."""
 
 
