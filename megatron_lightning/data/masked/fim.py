@@ -7,8 +7,9 @@ part. The sample keeps its length: what came out longer is cut at its end.
 Parts are those of Megatron's `GPTFIMDataset` for the same random state. Its faults are not kept:
 there one random state runs on from sample to sample, so that samples depend on the order and the
 process in which they are read (here on seed and place alone); end-of-document and split tokens that
-follow each other are lost; empty fragments become three tokens around nothing; text whose first or
-last character is cut in two is replaced by the character for unreadable text.
+follow each other are lost; empty fragments become three tokens around nothing; special tokens
+within a part are lost, and text whose first or last character is cut in two is replaced by the
+character for unreadable text (here such a part stays as it is).
 """
 
 import os
@@ -39,6 +40,7 @@ class FillInMiddle:
 
     def __init__(self, config: FIMConfig, tokens: FIMTokens, tokenizer: Tokenizer) -> None:
         self._config, self._tokens, self._tokenizer = config, tokens, tokenizer
+        self._silent: dict[int, bool] = {}  # whether decoding leaves a token out, as far as known
 
     def __call__(self, sequence: Tokens, random: np.random.RandomState) -> Tokens:
         """Returns the sequence reordered, of the same length, (S,) -> (S,)."""
@@ -69,7 +71,7 @@ class FillInMiddle:
             return part
         first, second = np.sort(random.randint(low=0, high=len(text) + 1, size=2)).tolist()
         suffix_first = random.binomial(1, self._config.spm_rate)
-        if not text or _UNREADABLE in text:
+        if not text or _UNREADABLE in text or self._loses(part):
             return part
         prefix = self._encode(text[:first])
         middle = self._encode(text[first:second])
@@ -80,6 +82,16 @@ class FillInMiddle:
         else:
             order = [[ids.prefix_id], prefix, [ids.suffix_id], suffix, [ids.middle_id], middle]
         return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in order])
+
+    def _loses(self, part: Tokens) -> bool:
+        """Whether the part has special tokens, which are not in its text."""
+        for token in set(part.tolist()):
+            if token not in self._silent:
+                # Twice: SentencePiece leaves out a space, but only at the beginning.
+                self._silent[token] = self._tokenizer.decode([token, token]) == ""
+            if self._silent[token]:
+                return True
+        return False
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text) if text else []
