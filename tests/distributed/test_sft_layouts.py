@@ -102,7 +102,7 @@ def test_packed_chats(ranks: int, layout: dict[str, Any], micro_batch_size: int)
 
 @pytest.mark.parametrize(
     "options",
-    [dict(document_multiple=4), slow(dict(packing="none")), slow(dict(packing="in_order"))],
+    [slow(dict(document_multiple=4)), slow(dict(packing="none")), slow(dict(packing="in_order"))],
 )
 def test_other_packings_over_context_ranks(options: dict[str, Any]) -> None:
     """Documents of a multiple of 2 x context_parallel_size tokens leave samples their length."""

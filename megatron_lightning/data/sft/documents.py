@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 
 from megatron_lightning.data.cache import Arrays, cached_arrays, key_digest
@@ -22,6 +23,7 @@ OnBadExample = Literal["fail", "skip"]
 
 _VERSION = 1  # part of the cache key: raise it when documents come out otherwise
 _AT_ONCE = 512  # examples handed to the tokenizer together
+_REPORT_EVERY = 200 * _AT_ONCE  # examples between two lines of the log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ def load_documents(
     }
 
     def build() -> Arrays:
+        rank_zero_info("SFT data: reading and encoding the examples")
         return _encode_all(source, encoder, data_format, on_bad_example == "skip")
 
     arrays = cached_arrays(cache_dir, key, build)
@@ -104,6 +107,8 @@ def _encode_all(
         tokens.append(np.concatenate([document.ids for document in encoded]))
         learned.append(np.concatenate([document.learned for document in encoded]))
         lengths += [len(document.ids) for document in encoded]
+        if len(lengths) % _REPORT_EVERY == 0:
+            rank_zero_info(f"SFT data: {len(lengths)} examples encoded")
     if not lengths:
         raise ValueError(f"no example in the data ({skipped[0]} skipped)")
     return {

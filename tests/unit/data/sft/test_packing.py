@@ -63,7 +63,7 @@ def test_more_packs_than_one_level_of_the_tree_holds() -> None:
     assert got == plain_first_fit_decreasing(lengths.tolist(), 64)
 
 
-@pytest.mark.parametrize("spread", ["uniform", "chats"])
+@pytest.mark.parametrize("spread", ["chats", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_a_million_documents(spread: str) -> None:
     random = np.random.default_rng(1)
     if spread == "uniform":
