@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lightning.data import IndexedDataset, PretrainingDataModule
+from megatron_lightning.data import IndexedDataset, PretrainingDataModule, preprocess_jsonl
 from megatron_lightning.data.masked import BERTDataConfig, FIMConfig, T5DataConfig
 from tests.unit.data import masked_corpora as corpora
 from tests.unit.data.masked_corpora import FOLDER, TOKENS
@@ -193,3 +193,31 @@ def test_wrong_tokenizers_are_reported_before_a_start(options: dict, message: st
     given = {key: words if value == "WORDS" else value for key, value in options.items()}
     with pytest.raises(ValueError, match=message):
         module(**given).setup("fit")
+
+
+def test_from_sentences_to_samples(tmp_path: Path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    lines = FOLDER.parent / "corpora" / "fable" / "sentences.jsonl"
+    texts = [" ".join(json.loads(line)["text"]) for line in lines.read_text().splitlines()[:100]]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer.save(file)
+    preprocess_jsonl(lines, tmp_path / "fable", file, append_eod=False)
+    data = module(str(tmp_path / "fable"), dataset="bert", tokenizer=file, seq_length=96)
+    data.setup("fit")
+    source = data._train
+    sample = source[0]
+    assert data.vocab_size == 500
+    assert int(sample["loss_mask"].sum()) in range(1, 15)
+    text = torch.where(sample["labels"] >= 0, sample["labels"], sample["tokens"])
+    filled = int(sample["padding_mask"].sum())
+    ends = (text == tokenizer.token_to_id("[SEP]")).nonzero().flatten().tolist()
+    assert len(ends) == 2
+    assert ends[1] == filled - 1
+    words = tokenizer.decode(text[1 : ends[0]].tolist()).replace(" ##", "")
+    assert sum(words.split()[1] in whole for whole in texts) >= 1
