@@ -71,13 +71,10 @@ def model_problems(
     found = {"of another shape": other}
     if strict:
         found |= {"missing in it": missing, "in it, but not in the model": unexpected}
-    return [
-        f"{len(names)} tensors are {what}: {_listing(names)}"
-        for what, names in found.items()
-        if names
-    ]
+    return [_sentence(names, what) for what, names in found.items() if names]
 
 
-def _listing(names: list[str]) -> str:
+def _sentence(names: list[str], what: str) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    verb = "tensor is" if len(names) == 1 else "tensors are"
+    return f"{len(names)} {verb} {what}: {', '.join(names[:_SHOWN])}{more}"

@@ -46,13 +46,14 @@ def check_checkpoint_path(
         zoo, "global_shapes"
     ):  # a module of the user's: as the ranks cut it
         return []
+    network, prefix = zoo.build_network("meta"), f"{zoo.network_attribute}."
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    buffers = frozenset(prefix + name for name in network.state_dict() if name not in parameters)
     problems = model_problems(
         tables.index,
         zoo.global_shapes(),
-        scope=f"model.{zoo.network_attribute}.",
-        optional=frozenset(
-            f"{zoo.network_attribute}.{name}" for name in zoo.build_network("meta").state_dict()
-        ),
+        scope=f"model.{prefix}",
+        optional=buffers,
         strict=zoo.strict_loading,
     )
     return [

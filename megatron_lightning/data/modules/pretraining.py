@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_lightning.data.blend import OrderedSource, build_blend
@@ -184,6 +184,11 @@ class PretrainingDataModule(TokenDataModule):
     def eod_id(self) -> int | None:
         """End-of-document token by tokenizer or data card; None when there is neither."""
         return self._vocabulary().eod_id
+
+    @cached_property
+    def tokenizer_digest(self) -> str | None:
+        """Identity of the tokenizer by itself or data card; kept in checkpoints."""
+        return self._vocabulary().digest
 
     def _vocabulary(self) -> Vocabulary:
         return read_vocabulary(self.all_paths, self.tokenizer)
