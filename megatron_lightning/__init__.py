@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_lightning.config import (
+        CheckpointConfig,
         ContextConfig,
         DataParallelConfig,
         ParallelConfig,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CheckpointConfig",
     "ContextConfig",
     "DataParallelConfig",
     "GPTModel",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _PACKAGES = {
+    "CheckpointConfig": "config",
     "ContextConfig": "config",
     "DataParallelConfig": "config",
     "GPTModel": "models",

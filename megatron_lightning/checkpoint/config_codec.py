@@ -1,6 +1,7 @@
 """The codec of this package's checkpoints: our frozen configs may occur among hyper-parameters."""
 
 from megatron_lightning.checkpoint.codec import Codec
+from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -13,6 +14,7 @@ from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 
 CODEC = Codec(
     classes=(
+        CheckpointConfig,
         DataParallelConfig,
         GPTConfig,
         OptimizerConfig,

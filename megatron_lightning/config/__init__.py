@@ -1,5 +1,6 @@
 """Frozen configs: what a model is, how it is laid out, and the checks between them."""
 
+from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import (
@@ -24,6 +25,7 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.rotary import RotaryConfig
 
 __all__ = [
+    "CheckpointConfig",
     "ContextConfig",
     "ContextForm",
     "DataParallelConfig",

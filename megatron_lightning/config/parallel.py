@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 
@@ -112,6 +113,7 @@ class ParallelConfig:
     runtime: RuntimeConfig = RuntimeConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     context: ContextConfig = ContextConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
     def model_parallel_size(self) -> int:

@@ -34,7 +34,7 @@ def raise_if_any(problems: Iterable[str]) -> None:
 
 
 def _config_types(config: ParallelConfig) -> str | None:
-    for name in ("pipeline", "data_parallel", "runtime", "recompute", "context"):
+    for name in ("pipeline", "data_parallel", "runtime", "recompute", "context", "checkpoint"):
         value = getattr(config, name)
         wanted = type(getattr(_DEFAULTS, name))
         if not isinstance(value, wanted):
@@ -165,7 +165,7 @@ def check_layout(config: ParallelConfig) -> list[str]:
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
     problems += data_parallel_problems(config)
-    return problems + config.recompute.check()
+    return problems + config.recompute.check() + config.checkpoint.check()
 
 
 def check_world(config: ParallelConfig, world_size: int) -> list[str]:

@@ -5,6 +5,7 @@ Lightning changes it.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from torch import Tensor
 from torch.optim import Optimizer
@@ -129,6 +131,18 @@ def skip_sigterm_broadcast(trainer: Trainer) -> None:
         loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
+def more_follows(trainer: Trainer) -> bool:
+    """Whether a validation or the end of the epoch comes after this batch, before the next one."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return loop._num_ready_batches_reached() or loop._should_check_val_fx(fetcher)
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning puts into a checkpoint at this moment."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
 def validation_to_be_done(trainer: Trainer) -> dict[str, Any]:
     """Saved progress of a validation that has just begun, by which a resumed run does all of it."""
     done = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed
@@ -142,6 +156,78 @@ def set_validation_progress(checkpoint: dict[str, Any], progress: dict[str, Any]
     loops = checkpoint["loops"]["fit_loop"]
     assert "epoch_loop.val_loop.batch_progress" in loops
     loops["epoch_loop.val_loop.batch_progress"] = progress
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def show_pending(
+    trainer: Trainer,
+    is_pending: Callable[[Any], bool],
+    after_commit: Callable[[Callable[[], None]], None],
+) -> list[Callable[[], None]]:
+    """Let each `ModelCheckpoint` see a save under way as a file that is there, and link to it only
+    when it is. Returns what undoes that.
+    """
+    return [
+        _show_pending_to(callback, is_pending, after_commit)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
+
+
+def _show_pending_to(
+    callback: ModelCheckpoint,
+    is_pending: Callable[[Any], bool],
+    after_commit: Callable[[Callable[[], None]], None],
+) -> Callable[[], None]:
+    exists, link = callback.file_exists, callback._link_checkpoint
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        return is_pending(filepath) or exists(filepath, trainer)
+
+    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if is_pending(filepath):
+            after_commit(lambda: link(trainer, filepath, linkpath))
+        else:
+            link(trainer, filepath, linkpath)
+
+    vars(callback).update(file_exists=file_exists, _link_checkpoint=link_checkpoint)
+
+    def undo() -> None:
+        for name in ("file_exists", "_link_checkpoint"):
+            vars(callback).pop(name, None)
+
+    return undo
+
+
+def epochs_done(trainer: Trainer) -> tuple[int, int]:
+    """Epochs whose batches are done, and those whose hooks are done too."""
+    current: Any = trainer.fit_loop.epoch_progress.current
+    return current.processed, current.completed
+
+
+def saves_training_state(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning will save more than weights."""
+    found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    return any(not callback.save_weights_only for callback in found)
+
+
+def checkpoint_folders(trainer: Trainer) -> list[str]:
+    """Where `ModelCheckpoint`s of this Trainer save, as far as that can be known before it runs: a
+    logger's next version is new.
+    """
+    versions = [vars(logger).get("_version") for logger in trainer.loggers]
+    return [
+        os.fspath(
+            callback.dirpath
+            if callback.dirpath is not None
+            else callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+        )
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        and (callback.dirpath is not None or not versions or versions[0] is not None)
+    ]
 
 
 # -------------------------------------------------------------------- launching

@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 
 import megatron_lightning.checkpoint as store
 from megatron_lightning.checkpoint.config_codec import CODEC
+from megatron_lightning.checkpoint.manifest import MANIFEST_FILE
+from megatron_lightning.checkpoint.parts import is_part
+from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.config.plan import ParameterInfo, canonical_name
 from megatron_lightning.runtime.boxes import box_of
-from megatron_lightning.utils.logging import warn_once
+from megatron_lightning.utils.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
     from megatron_lightning.runtime.update import ParameterUpdate
@@ -52,36 +55,48 @@ def model_tensors(strategy: ModelStrategy) -> dict[str, Tensor]:
 def save(
     strategy: ModelStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
-    """Write `checkpoint` to the folder `filepath`. All ranks call it; errors are raised on all of
-    them.
+    """Write `checkpoint` to the folder `filepath`, in the background if asked for. All ranks call
+    it; errors are raised on all of them.
     """
     if storage_options is not None:
         raise TypeError(
             "save_checkpoint(storage_options=...): this strategy writes folders itself and takes "
             "no options"
         )
+    weights, objects = split(strategy, checkpoint)
+    tensors = tensors_to_save(strategy, weights, with_optimizer=GROUPS in objects)
+    metadata = {"global_step": checkpoint.get("global_step"), "layout": strategy.mesh.describe()}
+    strategy.saves.save(filepath, tensors, objects, metadata, weights)
+
+
+def split(
+    strategy: ModelStrategy, checkpoint: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights by canonical name, and what is saved as objects."""
     objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-    table = strategy.parallel_model.table
-    dtypes = strategy.parallel_model.compute_dtypes
     # what a hook (on_save_checkpoint) left of the state dict counts, as everywhere in Lightning
     kept = checkpoint["state_dict"] if "state_dict" in checkpoint else model_tensors(strategy)
+    weights = {canonical_name(n): v for n, v in kept.items() if isinstance(v, Tensor)}
+    update = strategy.update if "optimizer_states" in checkpoint else None
+    if update is not None:
+        objects[GROUPS] = [_hyper_parameters(one) for one in update.optimizers]
+    return weights, objects
+
+
+def tensors_to_save(
+    strategy: ModelStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
+) -> dict[str, Tensor]:
+    """This rank's parts of what a checkpoint holds, by global name."""
+    table = strategy.parallel_model.table
+    dtypes = strategy.parallel_model.compute_dtypes
     tensors = {
         MODEL + name: _boxed(value.to(dtypes.get(name, value.dtype)), table.get(name))
-        for name, value in ((canonical_name(n), v) for n, v in kept.items())
-        if isinstance(value, Tensor)
+        for name, value in weights.items()
     }
-    if "optimizer_states" in checkpoint and strategy.update is not None:
-        objects[GROUPS] = [_hyper_parameters(one) for one in strategy.update.optimizers]
+    if with_optimizer:
+        assert strategy.update is not None
         tensors |= _optimizer_tensors(strategy.update, materialise=False)
-    metadata = {"global_step": checkpoint.get("global_step"), "layout": strategy.mesh.describe()}
-    store.save(
-        strategy.broadcast(str(filepath)),
-        tensors,
-        objects,
-        process_group=strategy.mesh.control_group,
-        metadata=metadata,
-        codec=CODEC,
-    )
+    return tensors
 
 
 def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
@@ -97,6 +112,11 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     elif strategy.update is not None:
         _masters_from_weights(strategy, strategy.update, folder)
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
+
+
+def _readers_of(folder: Path, strategy: ModelStrategy) -> Any:
+    """Who reads a checkpoint: all ranks together, or each its own part (`checkpoint.local`)."""
+    return ALONE if is_part(folder) else strategy.mesh.control_group
 
 
 def check_loaded(strategy: ModelStrategy, checkpoint: Mapping[str, Any]) -> None:
@@ -117,13 +137,21 @@ def check_loaded(strategy: ModelStrategy, checkpoint: Mapping[str, Any]) -> None
 
 
 def remove(strategy: ModelStrategy, filepath: Any) -> None:
-    """Delete a checkpoint, on rank 0."""
+    """Delete a checkpoint, on rank 0, once a save that is under way, which may replace it, is
+    committed.
+    """
+    strategy.saves.after_commit(lambda: _remove(strategy, Path(filepath)))
+
+
+def _remove(strategy: ModelStrategy, path: Path) -> None:
     if not strategy.is_global_zero:
         return
-    if store.is_checkpoint(filepath):
-        store.remove(filepath)
+    if (path / MANIFEST_FILE).is_file():
+        store.remove(path)
+    elif path.is_dir():
+        get_logger(__name__).warning("%s is not a checkpoint of this package; not removed", path)
     else:
-        strategy.checkpoint_io.remove_checkpoint(filepath)
+        strategy.checkpoint_io.remove_checkpoint(path)
 
 
 def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
@@ -149,7 +177,7 @@ def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[st
 def _load_model(strategy: ModelStrategy, folder: Path, *, with_masters: bool) -> None:
     strategy.parallel_model.reshard()
     table = strategy.parallel_model.table
-    group = strategy.mesh.control_group
+    group = _readers_of(folder, strategy)
     tensors = {
         MODEL + name: _boxed(value, table.get(name))
         for name, value in model_tensors(strategy).items()
@@ -186,7 +214,7 @@ def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
         tensors,
         strict="missing_ok",
         scope=(MASTER, OPTIMIZER),
-        process_group=strategy.mesh.control_group,
+        process_group=_readers_of(folder, strategy),
     )
     if not update.has_masters or any(name.startswith(MASTER) for name in report.missing):
         _masters_from_weights(strategy, update, folder)
@@ -213,7 +241,7 @@ def _masters_from_weights(strategy: ModelStrategy, update: ParameterUpdate, fold
         tensors = {
             MODEL + name: update.box(name, value) for name, value in update.updated().items()
         }
-        group = strategy.mesh.control_group
+        group = _readers_of(folder, strategy)
         store.load(folder, tensors, strict="none", scope=MODEL, process_group=group)
 
 

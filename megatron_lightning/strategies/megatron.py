@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -28,7 +29,7 @@ from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.runtime.metrics import log_published
 from megatron_lightning.runtime.step import StepResult
-from megatron_lightning.strategies import startup
+from megatron_lightning.strategies import checkpoint_io, startup
 from megatron_lightning.strategies.model_strategy import ModelStrategy
 from megatron_lightning.strategies.trainer_checks import (
     evaluated_once,
@@ -57,7 +58,7 @@ class MegatronStrategy(ModelStrategy):
         What of a forward pass is computed again for its backward, or waits on the CPU.
     sequence_dims
         Sequence dim of such fields under context parallelism, None for a field without one.
-    pipeline, context, data_parallel, runtime
+    pipeline, context, data_parallel, checkpoint, runtime
         Everything else, see the config classes.
 
     Raises
@@ -82,6 +83,7 @@ class MegatronStrategy(ModelStrategy):
         runtime: RuntimeConfig | None = None,
         recompute: RecomputeConfig | None = None,
         context: ContextConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         config = ParallelConfig(
@@ -95,6 +97,7 @@ class MegatronStrategy(ModelStrategy):
             runtime=runtime or RuntimeConfig(),
             recompute=recompute or RecomputeConfig(),
             context=context or ContextConfig(),
+            checkpoint=checkpoint or CheckpointConfig(),
         )
         super().__init__(config, plan, batch_dims or {}, sequence_dims or {})
         self._reduce_now = True
@@ -164,14 +167,31 @@ class MegatronStrategy(ModelStrategy):
     ) -> Any:
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
-            closure = evaluated_once(closure, optimizer)
+            closure = evaluated_once(self._before_update(closure), optimizer)
+        else:
+            self.saves.before_update()
+            self.saves.state_changes()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._update is not None:
             assert self.lightning_module is not None
             self._update.finish_step(self.lightning_module.trainer.global_step)
+            self.saves.prepare(self._tensors_of_checkpoint)
         if self._window is not None:
             self._window.close()
         return output
+
+    def _before_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after which the optimizer changes what a save may still be copying."""
+
+        def run() -> Any:
+            output = closure()
+            self.saves.before_update()
+            return output
+
+        return run
+
+    def _tensors_of_checkpoint(self) -> Mapping[str, Tensor]:
+        return checkpoint_io.tensors_to_save(self, self.model_tensors(), with_optimizer=True)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -188,6 +208,8 @@ class MegatronStrategy(ModelStrategy):
         """The user's step drives the optimizers itself; a schedule can't, so there is one stage
         (checked at start).
         """
+        self.saves.poll()
+        self.saves.state_changes()
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(batch, *args, **kwargs)  # type: ignore[union-attr]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from megatron_lightning.checkpoint import SaveTimes
 from megatron_lightning.config.parallel import (
     ParallelConfig,
 )
@@ -34,6 +35,7 @@ from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.launchers import choose_launcher
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.readers import may_defer_gather
+from megatron_lightning.strategies.saves import Saves
 from megatron_lightning.strategies.trainer_checks import (
     optimizer_problems,
     trainer_problems,
@@ -68,6 +70,8 @@ class ModelStrategy(MeshStrategy):
         self._runner: StepRunner | None = None
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
+        self.saves = Saves(self)
+        """Saves of checkpoints, in the background if asked for."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -157,6 +161,7 @@ class ModelStrategy(MeshStrategy):
                 seed=self.seed,
                 defer=may_defer_gather(self.config, trainer),
             )
+            self.saves.begin_fit(trainer)
 
     def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
         startup.claim(module, self)
@@ -277,6 +282,8 @@ class ModelStrategy(MeshStrategy):
     ) -> StepResult:
         assert self._runner is not None
         assert self.lightning_module is not None
+        self.saves.poll()
+        self.saves.state_changes()
         if self._update is not None and not training:
             self._update.wait()
         micro_batches = self._split(batch)
@@ -334,6 +341,15 @@ class ModelStrategy(MeshStrategy):
         """Local tensors by canonical name; the checkpoint holds the global ones."""
         return checkpoint_io.model_tensors(self) if self._parallel is not None else {}
 
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers that this rank holds, by canonical name."""
+        return checkpoint_io.model_tensors(self)
+
+    @property
+    def save_times(self) -> SaveTimes | None:
+        """What the last checkpoint cost that was committed, the same on every rank; None before."""
+        return self.saves.times
+
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Empty: the strategy saves optimizer state itself, as global tensors."""
@@ -350,6 +366,8 @@ class ModelStrategy(MeshStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        self.saves.finish()
+        self.saves.state_changes()
         return checkpoint_io.load(self, checkpoint_path)
 
     @override
@@ -368,8 +386,13 @@ class ModelStrategy(MeshStrategy):
     # ------------------------------------------------------------------ end
 
     @override
+    def on_train_end(self) -> None:
+        self.saves.finish()
+
+    @override
     def teardown(self) -> None:
         self.give_up_if_alone()
+        self.saves.close(wait=not self.fails_alone)
         if self._update is not None:
             self._update.close(wait=not (self.fails_alone or self.failed_after_another))
         if self._parallel is not None:

@@ -40,6 +40,18 @@ HOOKS = (
 """Hooks of callbacks and modules that run while a gather may be under way."""
 MODULE_HOOKS = ("optimizer_step", "lr_scheduler_step", "on_before_batch_transfer")
 
+UPDATE_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+)
+"""Further hooks between a save and the next optimizer step, which might change weights."""
+
 READS_NONE = (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -71,15 +83,20 @@ def may_defer_gather(config: ParallelConfig, trainer: Trainer) -> bool:
     return not found
 
 
-def readers(trainer: Trainer) -> list[str]:
+def changers(trainer: Trainer) -> list[str]:
+    """Names of the callbacks and modules whose hooks may change parameters before the next step."""
+    return readers(trainer, UPDATE_HOOKS)
+
+
+def readers(trainer: Trainer, more_hooks: tuple[str, ...] = ()) -> list[str]:
     """Names of the callbacks and modules whose hooks may read parameters."""
     module = trainer.lightning_module
     found = [
         type(callback).__name__
         for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if not _is_known(callback) and _overrides(callback, Callback, HOOKS)
+        if not _is_known(callback) and _overrides(callback, Callback, (*HOOKS, *more_hooks))
     ]
-    if _overrides(module, LightningModule, (*HOOKS, *MODULE_HOOKS)):
+    if _overrides(module, LightningModule, (*HOOKS, *MODULE_HOOKS, *more_hooks)):
         found.append(type(module).__name__)
     return found
 
