@@ -60,7 +60,12 @@ def corpus_errors(paths: Sequence[str], tokenizer: str | os.PathLike[str] | None
         except (OSError, ValueError, ImportError) as error:
             errors.append(f"tokenizer: {error}")
     for path in paths:
-        if missing := missing_files(path):
+        try:
+            missing = missing_files(path)
+        except (ImportError, OSError, ValueError) as error:  # of a remote file system
+            errors.append(f"paths: {path}: {error}")
+            continue
+        if missing:
             errors.append(
                 f"paths: no {', '.join(missing)}: give the path of a .bin/.idx pair without suffix"
             )

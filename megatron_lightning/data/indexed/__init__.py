@@ -5,9 +5,11 @@ from megatron_lightning.data.indexed.format import best_dtype, bin_path, idx_pat
 from megatron_lightning.data.indexed.info import CorpusInfo, check_digests, corpus_info
 from megatron_lightning.data.indexed.reader import IndexedDataset, missing_files
 from megatron_lightning.data.indexed.remote import BlockCache
+from megatron_lightning.data.indexed.storage import Access
 from megatron_lightning.data.indexed.writer import IndexedDatasetWriter
 
 __all__ = [
+    "Access",
     "BlockCache",
     "CorpusInfo",
     "IndexedDataset",

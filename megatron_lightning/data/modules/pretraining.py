@@ -9,7 +9,7 @@ from megatron_lightning.data.blend import OrderedSource, build_blend
 from megatron_lightning.data.blend_spec import Blend, BlendLike, SetsLike, read_blend, read_sets
 from megatron_lightning.data.corpus import Vocabulary, corpus_errors, read_vocabulary
 from megatron_lightning.data.gpt import GPTDataset
-from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.indexed import Access, BlockCache, IndexedDataset
 from megatron_lightning.data.masked import (
     DatasetKind,
     MaskedConfig,
@@ -68,6 +68,8 @@ class PretrainingDataModule(TokenDataModule):
         eod_mask_loss: no loss where the input is an end-of-document token.
         reset_position_ids: positions begin at 0 after each end-of-document token.
         cache_dir: folder that keeps the index arrays between runs; None builds them in memory.
+        corpus_access: how local corpora are read: "mmap", or "file" for plain reads.
+        block_cache: local folder for blocks of remote corpora (paths such as s3://bucket/corpus).
 
     Raises:
         ValueError: arguments out of range; all violations are listed.
@@ -94,6 +96,8 @@ class PretrainingDataModule(TokenDataModule):
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
+        corpus_access: Access = "mmap",
+        block_cache: BlockCache | None = None,
     ) -> None:
         super().__init__(
             seq_length,
@@ -105,6 +109,8 @@ class PretrainingDataModule(TokenDataModule):
             num_workers=num_workers,
         )
         self.mock_data, self.cache_dir = mock_data, cache_dir
+        self.corpus_access: Access = corpus_access
+        self.block_cache = block_cache
         self.tokenizer = "bytes" if mock_data and tokenizer is None else tokenizer
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
         self.multiple_validation_sets = multiple_validation_sets
@@ -149,6 +155,8 @@ class PretrainingDataModule(TokenDataModule):
 
     def _argument_errors(self) -> list[str]:
         errors = super()._argument_errors()
+        if self.corpus_access not in ("mmap", "file"):
+            errors.append(f'corpus_access="{self.corpus_access}" must be "mmap" or "file"')
         try:
             parse_split(self.split)
         except ValueError as error:
@@ -252,7 +260,7 @@ class PretrainingDataModule(TokenDataModule):
         self, config: MaskedConfig, path: str, taken: str, use: str, samples: int | None
     ) -> OrderedSource:
         assert self.tokenizer is not None  # checked by `validate`
-        indexed = IndexedDataset(path)
+        indexed = self._open_corpus(path)
         ranges = split_ranges(self.split, split_elements(config, indexed))._asdict()
         return build_masked(
             config,
@@ -271,7 +279,10 @@ class PretrainingDataModule(TokenDataModule):
 
     def _open(self, path: str, vocabulary: Vocabulary) -> TokenStore:
         if not self.mock_data:
-            return IndexedDataset(path)
+            return self._open_corpus(path)
         assert vocabulary.vocab_size is not None
         assert vocabulary.eod_id is not None
         return MockCorpus(vocabulary.vocab_size, vocabulary.eod_id, seed=self.seed)
+
+    def _open_corpus(self, path: str) -> IndexedDataset:
+        return IndexedDataset(path, access=self.corpus_access, cache=self.block_cache)

@@ -66,7 +66,7 @@ def test_loop_and_vector_agree() -> None:
             assert np.array_equal(few[1], many[1])
 
 
-def test_zero_weights_are_never_drawn() -> None:
+def test_c48_zero_weights_are_never_drawn() -> None:
     index = build_blend_index([0, 1, 0, 1], 100)
     assert sorted(set(index.dataset_index.tolist())) == [1, 3]
 
@@ -92,7 +92,7 @@ def ten_samples(folder: Path, name: str, first: int) -> IndexedDataset:
     return IndexedDataset(folder / name)
 
 
-def test_blend_of_two_small_sets_repeats_the_one_that_is_too_short(tmp_path: Path) -> None:
+def test_c48_blend_of_two_small_sets_repeats_the_one_that_is_too_short(tmp_path: Path) -> None:
     """Weights 0.001 and 0.999 of two 10-sample sets, 15 samples: the second goes into another
     epoch.
     """
@@ -108,7 +108,7 @@ def test_blend_of_two_small_sets_repeats_the_one_that_is_too_short(tmp_path: Pat
     assert abs((16 - from_first) - 0.999 * 16) <= 1
 
 
-def test_a_weighted_source_without_samples_is_refused_by_name(tmp_path: Path) -> None:
+def test_c48_a_weighted_source_without_samples_is_refused_by_name(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "empty", "int32") as writer:
         writer.add_document([])
     sets = [ten_samples(tmp_path, "a", 0), IndexedDataset(tmp_path / "empty")]

@@ -2,6 +2,7 @@
 sizes.
 """
 
+import dataclasses
 import pickle
 import struct
 from pathlib import Path
@@ -9,7 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lightning.data import IndexedDataset, IndexedDatasetWriter, best_dtype, merge
+from megatron_lightning.data import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    best_dtype,
+    merge,
+    preprocess_jsonl,
+    read_card,
+    split_documents,
+    write_card,
+)
+from megatron_lightning.data.indexed import check_digests
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: str = "int32") -> Path:
@@ -24,7 +35,7 @@ def contents(prefix: Path) -> list[list[int]]:
     return [data.get(i).tolist() for i in range(len(data))]
 
 
-def test_standard_index_of_three_documents(tmp_path: Path) -> None:
+def test_c45_standard_index_of_three_documents(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     raw = (tmp_path / "a.idx").read_bytes()
     assert len(raw) == 102  # 34 + 12 + 24 + 32
@@ -116,7 +127,7 @@ def damage(prefix: Path, kind: str) -> tuple[Path, list[int]]:
         "multimodal",
     ],
 )
-def test_wrong_sizes_are_named(tmp_path: Path, kind: str) -> None:
+def test_c45_wrong_sizes_are_named(tmp_path: Path, kind: str) -> None:
     prefix = write(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     path, sizes = damage(prefix, kind)
     with pytest.raises(ValueError, match="bytes") as error:
@@ -161,7 +172,7 @@ class Marker:
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_in_place_of_the_index_is_not_executed(tmp_path: Path) -> None:
+def test_c37_a_pickle_in_place_of_the_index_is_not_executed(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[1, 2, 3]])
     prefix.with_suffix(".idx").write_bytes(pickle.dumps(Marker(tmp_path / "marker")))
     with pytest.raises(ValueError, match=r"a\.idx"):
@@ -178,7 +189,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "a")
 
 
-def test_merge_of_two_and_three_documents(tmp_path: Path) -> None:
+def test_c45_merge_of_two_and_three_documents(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [[1, 2], [3]])
     b = write(tmp_path / "b", [[4], [5, 6, 7], [8]])
     merge([a, b], tmp_path / "ab")
@@ -255,3 +266,71 @@ def test_best_dtype() -> None:
     for size in (0, 2**31 + 1):
         with pytest.raises(ValueError, match="vocab_size"):
             best_dtype(size)
+
+
+def test_items_are_token_arrays(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "a", [[1, 2, 3], [4], [5, 6]]))
+    assert data[0].tolist() == [1, 2, 3]
+    assert data[-1].tolist() == [5, 6]
+    assert [part.tolist() for part in data[1:]] == [[4], [5, 6]]
+    assert [part.tolist() for part in data[::-2]] == [[5, 6], [1, 2, 3]]
+    assert [part.tolist() for part in data] == [[1, 2, 3], [4], [5, 6]]
+    for index in (3, -4):
+        with pytest.raises(IndexError, match="which has 3"):
+            data[index]
+
+
+def test_parts_and_their_cards(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "{"x" * n}"}}\n' for n in range(5)))
+    preprocess_jsonl(tmp_path / "t.jsonl", tmp_path / "a", "bytes")
+    parts = split_documents(tmp_path / "a", tmp_path / "p", documents=2)
+    assert parts == [f"{tmp_path}/p-0000{number}" for number in range(3)]
+    assert [contents(Path(part)) for part in parts] == [
+        [[120, 256]],
+        [[120] * 2 + [256], [120] * 3 + [256]],
+        [[120] * 4 + [256]],
+    ]
+    cards = [read_card(part) for part in parts]
+    assert [(c.documents, c.empty_documents, c.tokens) for c in cards if c] == [
+        (2, 1, 2),
+        (2, 0, 7),
+        (1, 0, 5),
+    ]
+    for part in parts:
+        check_digests(part)
+    with pytest.raises(ValueError, match="part 1 of 2 would have none"):
+        split_documents(tmp_path / "a", tmp_path / "q", shares=[1, 0])
+    with pytest.raises(ValueError, match="give one of them"):
+        split_documents(tmp_path / "a", tmp_path / "q")
+    assert not list(tmp_path.glob("q*"))
+
+
+def test_corpora_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "abc"}\n')
+    for name in ("a", "b"):
+        preprocess_jsonl(tmp_path / "t.jsonl", tmp_path / name, "bytes")
+    card = read_card(tmp_path / "b")
+    assert card is not None
+    write_card(tmp_path / "b", dataclasses.replace(card, tokenizer_digest="another"))
+    with pytest.raises(ValueError, match=r"b\.card\.json says tokenizer bytes \(another"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
+    (tmp_path / "b.card.json").unlink()
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
+    assert read_card(tmp_path / "ab") is None  # half of its origin is unknown
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_failing_part_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a", [[1], [2], [3]])
+    append, calls = IndexedDatasetWriter.add_dataset, []
+
+    def fail(self: IndexedDatasetWriter, *arguments: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError("no space")
+        append(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(IndexedDatasetWriter, "add_dataset", fail)
+    with pytest.raises(OSError, match="no space"):
+        split_documents(tmp_path / "a", tmp_path / "p", documents=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]

@@ -1,5 +1,7 @@
 """Mapped, plainly read and remote corpora are the same corpus; blocks are kept, shared, bounded."""
 
+import importlib.util
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -18,6 +20,7 @@ from megatron_lightning.data import (
     GPTDataset,
     IndexedDataset,
     IndexedDatasetWriter,
+    PretrainingDataModule,
     corpus_info,
     preprocess_jsonl,
     read_card,
@@ -215,6 +218,36 @@ def test_a_file_that_shrinks_while_it_is_read(prefix: Path) -> None:
     os.truncate(f"{prefix}.bin", 10)
     with pytest.raises(ValueError, match="ended at byte 10"):
         corpus[:]
+
+
+def first_batches(paths: str, count: int = 3, **options: Any) -> list[list[list[int]]]:
+    data = PretrainingDataModule(paths, 8, 2, 4, num_train_samples=40, split="9,1,0", **options)
+    data.setup("fit")
+    return [b["tokens"].tolist() for b in itertools.islice(data.train_dataloader(), count)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_data_module_reads_all_of_them(prefix: Path, workers: int) -> None:
+    expected = first_batches(str(prefix))
+    cache = BlockCache(folder=str(prefix.parent / "blocks"), **SMALL)
+    options: dict[str, Any] = {"num_workers": workers, "cache_dir": prefix.parent / "indexes"}
+    assert first_batches(str(prefix), corpus_access="file", **options) == expected
+    assert first_batches(f"counted://{prefix}", block_cache=cache, **options) == expected
+    lines = fetches(prefix)
+    assert len(lines) == len(set(lines))
+
+
+def test_the_data_module_explains_wrong_remote_places() -> None:
+    paths = ["nonsense://c", "memory://none/c"]
+    if importlib.util.find_spec("s3fs") is None:
+        paths.append("s3://bucket/c")
+    errors = PretrainingDataModule(paths, 8, 2, 4).validate()
+    assert errors[0] == "paths: nonsense://c: Protocol not known: nonsense"
+    assert errors[1].startswith("paths: no memory://none/c.bin")
+    assert len(errors) == len(paths)
+    assert all("s3fs" in error for error in errors[2:])
+    with pytest.raises(ValueError, match='corpus_access="ram" must be'):
+        PretrainingDataModule("c", 8, 2, 4, corpus_access="ram")  # type: ignore[arg-type]
 
 
 def test_wrong_places_are_explained(tmp_path: Path) -> None:
