@@ -194,7 +194,13 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             begin = offset if number == 0 else 0
             length = None if number < last - first else stop + self._extra - begin
             parts.append(self._indexed.get(sequence, begin, length))
-        return np.concatenate(parts).astype(np.int64)
+        text = np.concatenate(parts)
+        if text.dtype.kind not in "iu":
+            raise ValueError(
+                f"{self._indexed.prefix} holds {text.dtype.name}, not token ids: its index is "
+                "damaged or it is no text corpus"
+            )
+        return text.astype(np.int64)
 
 
 def _positions(tokens: NDArray[np.int64], eod_id: int | None) -> NDArray[np.int64]:

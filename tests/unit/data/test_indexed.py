@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_lightning.data import (
+    GPTDataset,
     IndexedDataset,
     IndexedDatasetWriter,
     best_dtype,
@@ -278,6 +279,12 @@ def test_items_are_token_arrays(tmp_path: Path) -> None:
     for index in (3, -4):
         with pytest.raises(IndexError, match="which has 3"):
             data[index]
+
+
+def test_a_corpus_of_floats_is_no_text(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "a", [[1, 2, 3, 4, 5, 6]], "f4"))
+    with pytest.raises(ValueError, match="holds float32, not token ids"):
+        GPTDataset(data, range(1), None, 2, 1)[0]
 
 
 def test_parts_and_their_cards(tmp_path: Path) -> None:
