@@ -28,6 +28,11 @@ BATCH_DIMS: Mapping[str, int] = {
     "attention_mask": 0,
     "token_type_ids": 0,
     "cu_seqlens": 0,
+    "padding_mask": 0,
+    "decoder_tokens": 0,
+    "decoder_padding_mask": 0,
+    "is_random": 0,
+    "truncated": 0,
 }
 """Batch dim of the fields that this package's data sets and Hugging Face collators produce."""
 

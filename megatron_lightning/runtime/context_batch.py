@@ -31,6 +31,9 @@ SEQUENCE_DIMS: Mapping[str, int | None] = {
     "input_ids": 1,
     "token_type_ids": 1,
     "cu_seqlens": None,
+    "padding_mask": 1,
+    "is_random": None,
+    "truncated": None,
 }
 """Sequence dim of the fields that this package knows; None: the field has none and stays whole."""
 

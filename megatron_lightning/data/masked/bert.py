@@ -25,8 +25,8 @@ class BERTDataset(SentenceDataset):
 
     Of the masked tokens 80% become the mask token, 10% a random one, 10% stay.
 
-    Items are dicts of int64 tensors of `seq_length`: `tokens`, `tokentype_ids` (0, and 1 in segment
-    B), `labels` (-1 where nothing is to be predicted), `padding_mask` (1 at tokens, 0 behind the
+    Items are dicts of int64 tensors of `seq_length`: `tokens`, `token_type_ids` (0, and 1 in
+    segment B), `labels` (-1 where nothing is to be predicted), `padding_mask` (1 at tokens, 0 behind the
     end); float32 `loss_mask`; and the scalars `is_random` (1: segments are in exchanged order; the
     label of a classification head) and `truncated`.
 
@@ -98,7 +98,7 @@ class BERTDataset(SentenceDataset):
         mask[:filled] = 1
         return {
             "tokens": torch.from_numpy(padded(masked, length, vocabulary.pad_id)),
-            "tokentype_ids": torch.from_numpy(types),
+            "token_type_ids": torch.from_numpy(types),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy((labels != NO_LABEL).astype(np.float32)),
             "padding_mask": torch.from_numpy(mask),

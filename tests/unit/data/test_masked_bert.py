@@ -12,7 +12,7 @@ from tests.unit.data.masked_corpora import CASES, FIRST_WORD, MASK, TOKENS, bert
 
 NAMES = {
     "text": "tokens",
-    "types": "tokentype_ids",
+    "types": "token_type_ids",
     "labels": "labels",
     "is_random": "is_random",
     "padding_mask": "padding_mask",
@@ -54,7 +54,7 @@ def test_fields():
     sample = bert()[3]
     assert {name: (field.dtype, tuple(field.shape)) for name, field in sample.items()} == {
         "tokens": (torch.int64, (64,)),
-        "tokentype_ids": (torch.int64, (64,)),
+        "token_type_ids": (torch.int64, (64,)),
         "labels": (torch.int64, (64,)),
         "loss_mask": (torch.float32, (64,)),
         "padding_mask": (torch.int64, (64,)),
@@ -102,7 +102,7 @@ def test_padding_token_other_than_zero(tmp_path: Path):
     sample = data[0]
     end = 3 + 2 + 3
     assert sample["tokens"][end:].eq(39).all()
-    assert sample["tokentype_ids"][end:].eq(0).all()
+    assert sample["token_type_ids"][end:].eq(0).all()
     assert sample["padding_mask"].tolist() == [1] * end + [0] * (32 - end)
 
 
@@ -139,7 +139,7 @@ def test_pairs_are_exchanged_in_half_of_the_samples(tmp_path: Path):
         exchanged = bool(sample["is_random"])
         assert original[:2] == ([50, 51] if exchanged else [40, 41])
         types = [0] * (4 if exchanged else 5) + [1] * (4 if exchanged else 3)
-        assert sample["tokentype_ids"][:8].tolist() == types
+        assert sample["token_type_ids"][:8].tolist() == types
         swapped += exchanged
     assert 160 < swapped < 240
 

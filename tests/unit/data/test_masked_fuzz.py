@@ -187,7 +187,7 @@ def test_bert_samples(
         filled = int(sample["padding_mask"].sum())
         assert note.padding == 40 - filled
         held = sum(int(n) for n in indexed.sequence_lengths[begin:end])
-        kept = filled - 2 - int(sample["tokentype_ids"].any())
+        kept = filled - 2 - int(sample["token_type_ids"].any())
         assert kept == min(held, target)
         assert bool(sample["truncated"]) == (held > target)
         if not pairs and held <= target:

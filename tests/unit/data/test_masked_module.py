@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from megatron_lightning.data import IndexedDataset, PretrainingDataModule, preprocess_jsonl
+from megatron_lightning.data.loader import stack_samples
 from megatron_lightning.data.masked import BERTDataConfig, FIMConfig, T5DataConfig
+from megatron_lightning.runtime.batch import split_batch
+from megatron_lightning.runtime.context_batch import SEQUENCE_DIMS
 from tests.unit.data import masked_corpora as corpora
 from tests.unit.data.masked_corpora import FOLDER, TOKENS
 
@@ -221,3 +224,16 @@ def test_from_sentences_to_samples(tmp_path: Path):
     assert ends[1] == filled - 1
     words = tokenizer.decode(text[1 : ends[0]].tolist()).replace(" ##", "")
     assert sum(words.split()[1] in whole for whole in texts) >= 1
+
+
+@pytest.mark.parametrize("make", [corpora.bert, corpora.t5])
+def test_batches_are_cut_into_micro_batches(make: Any):
+    data = make(samples=10)
+    batch = stack_samples([data[number] for number in range(4)])
+    parts = split_batch(batch, micro_batch_size=2, pipeline_size=1)
+    for name, values in batch.items():
+        assert torch.equal(torch.cat([part.data[name] for part in parts]), values)
+
+
+def test_context_ranks_know_the_fields():
+    assert set(corpora.bert()[0]) <= set(SEQUENCE_DIMS)
