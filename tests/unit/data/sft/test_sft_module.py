@@ -173,6 +173,44 @@ def test_resume_anywhere(tmp_path: Path) -> None:
         other.load_state_dict(state)
 
 
+def samples_of(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, data: list[SFTDataModule], batches: int
+) -> list[list[int]]:
+    """Numbers of the samples in some global batches, read by `ranks` data ranks."""
+    loaders = []
+    for rank, module in enumerate(data):
+        layout = property(lambda self, rank=rank: {"num_replicas": ranks, "rank": rank})
+        monkeypatch.setattr(L.Trainer, "distributed_sampler_kwargs", layout)
+        module.trainer = L.Trainer(accelerator="cpu", logger=False)
+        loaders.append(iter(module.train_dataloader()))
+    found = []
+    for _ in range(batches):
+        rows = [batch[ACCOUNT].sample_id for batch in map(next, loaders)]
+        found.append([int(number) for row in rows for number in row])
+    return found
+
+
+def test_resume_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "d.jsonl", 80)
+
+    def modules(ranks: int, **options: Any) -> list[SFTDataModule]:
+        data = [make(path, **options) for _ in range(ranks)]
+        for module in data:
+            module.setup("fit")
+        return data
+
+    whole = samples_of(monkeypatch, 1, modules(1), 9)
+    assert len({number for batch in whole for number in batch}) == 36  # of an epoch of 48
+    first = modules(2, micro_batch_size=1)
+    assert samples_of(monkeypatch, 2, first, 4) == whole[:4]
+    assert first[0].state_dict() == first[1].state_dict()
+    for ranks, size in ((1, 4), (4, 1)):
+        resumed = modules(ranks, micro_batch_size=size)
+        for module in resumed:
+            module.load_state_dict(first[0].state_dict())
+        assert samples_of(monkeypatch, ranks, resumed, 5) == whole[4:]
+
+
 def test_resume_where_the_data_ended(tmp_path: Path) -> None:
     """C32: the second epoch begins, with its own order."""
     path = write(tmp_path / "d.jsonl", 50)
