@@ -26,9 +26,9 @@ class BERTDataset(SentenceDataset):
     Of the masked tokens 80% become the mask token, 10% a random one, 10% stay.
 
     Items are dicts of int64 tensors of `seq_length`: `tokens`, `token_type_ids` (0, and 1 in
-    segment B), `labels` (-1 where nothing is to be predicted), `padding_mask` (1 at tokens, 0 behind the
-    end); float32 `loss_mask`; and the scalars `is_random` (1: segments are in exchanged order; the
-    label of a classification head) and `truncated`.
+    segment B), `labels` (-1 where nothing is to be predicted), `padding_mask` (1 at tokens, 0
+    behind the end); float32 `loss_mask`; and the scalars `is_random` (1: segments are in exchanged
+    order; the label of a classification head) and `truncated`.
 
     Args:
         indexed: corpus with a sequence a sentence.
