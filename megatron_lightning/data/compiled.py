@@ -1,8 +1,8 @@
 """The sequential index loops, compiled by numba (extra `data`) when they are long.
 
 numba is imported on first use and is never needed: the plain paths beside each call give the same
-arrays, bit for bit, and are tested against these. Importing and compiling takes about a second, half
-of it when numba finds its own cache, so that short loops are left to the plain paths.
+arrays, bit for bit, and are tested against these. Importing and compiling takes about a second,
+half of it when numba finds its own cache, so that short loops are left to the plain paths.
 """
 
 import functools

@@ -61,8 +61,8 @@ def test_blend(corpora: Path, path: Path, part: str) -> None:
         assert isinstance(ours, GPTDataset)
         return
     assert isinstance(ours, BlendedDataset)
-    assert np.array_equal(ours.index.dataset_index, stored[f"{part}_dataset_index"])
-    assert np.array_equal(ours.index.dataset_sample_index, stored[f"{part}_dataset_sample_index"])
+    assert np.array_equal(ours.dataset_index, stored[f"{part}_dataset_index"])
+    assert np.array_equal(ours.dataset_sample_index, stored[f"{part}_dataset_sample_index"])
     assert ours.counts.tolist() == expected["counts"]
     for j, (source, level) in enumerate(zip(ours.sources, expected["mid_level"], strict=True)):
         assert isinstance(source, GPTDataset)

@@ -40,7 +40,8 @@ class IndexedDataset:
     ) -> None:
         if access not in ("mmap", "file"):
             raise ValueError(f'access="{access}" must be "mmap" or "file"')
-        self.prefix, self._access = os.fspath(prefix), access
+        self.prefix = os.fspath(prefix)
+        self._access: Access = access
         self._cache = cache or BlockCache()
         if missing := missing_files(self.prefix):
             raise FileNotFoundError(

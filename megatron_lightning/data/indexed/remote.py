@@ -75,7 +75,9 @@ class RemoteFile:
 
     def read(self, begin: int, size: int) -> NDArray[np.uint8]:
         """Returns a copy of the bytes, fetching the blocks that are not in the folder."""
-        first, last = begin // self._block_bytes, (begin + max(size, 1) - 1) // self._block_bytes
+        if size == 0:
+            return np.empty(0, np.uint8)
+        first, last = begin // self._block_bytes, (begin + size - 1) // self._block_bytes
         parts = []
         for number in range(first, last + 1):
             start = number * self._block_bytes
@@ -206,7 +208,7 @@ def _read_entry(path: Path, whole: int, begin: int, size: int) -> NDArray[np.uin
                 with suppress(OSError):  # a read-only folder
                     os.utime(file.fileno())
             piece = np.empty(size, np.uint8)
-            return piece if os.preadv(file.fileno(), [piece], begin) == size else None
+            return piece if os.preadv(file.fileno(), [piece.data], begin) == size else None
     except OSError:  # not there, or removed between two calls
         return None
 

@@ -58,7 +58,7 @@ class PlainFile:
     def read(self, begin: int, size: int) -> NDArray[np.uint8]:
         """Returns a copy of the bytes."""
         target = np.empty(size, np.uint8)
-        view, done = memoryview(target), 0
+        view, done = target.data, 0
         while done < size:  # one call reads at most 2 GiB
             count = os.preadv(self._file.fileno(), [view[done:]], begin + done)
             if count == 0:
