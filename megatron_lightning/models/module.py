@@ -108,7 +108,7 @@ class MegatronModule(LightningModule, ABC):
         checkpoint_path: str | Path,
         map_location: Any = None,
         hparams_file: Any = None,
-        strict: bool | None = None,
+        strict: bool | store.Strictness | None = None,
         **kwargs: Any,
     ) -> Self:
         """Make the module of a checkpoint folder, whole in this process, whatever layout it was
@@ -124,11 +124,20 @@ class MegatronModule(LightningModule, ABC):
         objects = store.load_objects(checkpoint_path, codec=CODEC)
         module = cls(**{**_constructor_arguments(objects), **kwargs})
         module.configure_model()
-        module.load_weights(checkpoint_path, strict=strict is not False)
+        module.load_weights(checkpoint_path, strict=True if strict is None else strict)
         return module if map_location is None else module.to(map_location)
 
-    def load_weights(self, checkpoint_path: str | Path, *, strict: bool = True) -> store.LoadReport:
-        """Load the weights of a checkpoint folder into this whole module."""
+    def load_weights(
+        self, checkpoint_path: str | Path, *, strict: bool | store.Strictness = True
+    ) -> store.LoadReport:
+        """Load the weights of a checkpoint folder into this whole module.
+
+        `strict`: True ("all"), "missing_ok" leaves parameters that the checkpoint hasn't as they
+        are, "unexpected_ok" ignores those that only it has, False ("none") both and other shapes.
+        The report names all of them.
+        """
+        if isinstance(strict, bool):
+            strict = "all" if strict else "none"
         self.configure_model()
         tensors: dict[str, Tensor] = {}
         shapes = self.global_shapes()
@@ -138,9 +147,7 @@ class MegatronModule(LightningModule, ABC):
                 parameter, shape, (0,) * len(shape), shape
             )
         with torch.no_grad():
-            return store.load(
-                checkpoint_path, tensors, strict="all" if strict else "none", scope="model."
-            )
+            return store.load(checkpoint_path, tensors, strict=strict, scope="model.")
 
 
 def _constructor_arguments(objects: Mapping[str, Any]) -> dict[str, Any]:
