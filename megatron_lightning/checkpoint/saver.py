@@ -220,6 +220,11 @@ class Saver:
         if self._pending is not None:
             self._pending.staged.before_update()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._pending is not None
+
     def is_pending(self, path: Path) -> bool:
         """Whether a save to `path` is under way."""
         pending = self._pending

@@ -48,6 +48,25 @@ class Staged:
         self.copied, self.sources = None, ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where the boxes of a plan lie in host memory, the same for every save of that plan."""
+
+    plan: SavePlan
+    boxes: list[tuple[int, int]]
+    """Position and length in bytes."""
+    targets: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, plan: SavePlan, views: Sequence[tuple[str, Tensor]], buffers: HostBuffers
+    ) -> _Placed:
+        lengths = [_num_bytes(view) for _, view in views]
+        places = buffers.place(lengths)
+        targets = [buffers.view(p, v) for p, (_, v) in zip(places, views, strict=True)]
+        return cls(plan, list(zip(places, lengths, strict=True)), targets)
+
+
 class Stager:
     """This rank's host memory and writer process, made when they are first needed. Takes part in no
     collective.
@@ -58,6 +77,7 @@ class Stager:
         self._pin_memory = pin_memory
         self._buffers: HostBuffers | None = None
         self._process: WriterProcess | None = None
+        self._placed: _Placed | None = None
         self._stream: torch.cuda.Stream | None = None
         self._preparing: threading.Thread | None = None
 
@@ -88,18 +108,19 @@ class Stager:
             views = [(item.index.fqn, planner.resolve_data(item)) for item in plan.items]
             buffers, process = self._open()
             process.start()
-            lengths = [_num_bytes(view) for _, view in views]
-            places = buffers.place(lengths)
-            targets = [buffers.view(p, v) for p, (_, v) in zip(places, views, strict=True)]
+            if self._placed is None or self._placed.plan is not plan:
+                self._placed = _Placed.of(plan, views, buffers)
+            targets = self._placed.targets
             copied, sources = self._copy(views, targets, steady)
             job = WriteJob(
                 process,
                 folder / plan.storage_data if views else None,
-                list(zip(places, lengths, strict=True)),
+                self._placed.boxes,
                 wait_for_copies=copied.synchronize if copied is not None else lambda: None,
                 began=began,
             )
         except Exception as error:  # whatever it is: all ranks hear of it when they poll
+            self._placed = None
             job, copied, sources = WriteJob.failed_before(error), None, []
         job.start()
         return Staged(job=job, copied=copied, sources=sources)
@@ -156,6 +177,7 @@ class Stager:
         if self._process is not None:
             self._process.close()
             self._process = None
+        self._placed = None
         if self._buffers is not None:
             self._buffers.close()
             self._buffers = None

@@ -109,7 +109,14 @@ def _is_known(callback: Callback) -> bool:
 def _overrides(owner: Any, base: type, hooks: tuple[str, ...]) -> bool:
     if getattr(owner, DECLARATION, True) is False:
         return False
-    return any(
-        getattr(type(owner), hook, None) is not getattr(base, hook, None) or hook in vars(owner)
-        for hook in hooks
-    )
+    return any(hook in vars(owner) or _is_foreign(owner, base, hook) for hook in hooks)
+
+
+def _is_foreign(owner: Any, base: type, hook: str) -> bool:
+    """Whether a hook is neither Lightning's empty one nor one of this package's own modules, which
+    read no parameter.
+    """
+    method = getattr(type(owner), hook, None)
+    if method is getattr(base, hook, None):
+        return False
+    return not getattr(method, "__module__", "").startswith("megatron_lightning.models.")

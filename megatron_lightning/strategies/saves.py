@@ -47,6 +47,16 @@ class Saves:
         """Of the last save that was committed."""
         return None if self._saver is None else self._saver.times
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._saver is not None and self._saver.is_saving
+
+    @property
+    def overlaps_copies(self) -> bool:
+        """Whether copies from a GPU may run beside the next step of this fit."""
+        return self._may_overlap
+
     def begin_fit(self, trainer: Trainer) -> None:
         """Before the first hook of a fit."""
         self._changes += 1
