@@ -87,7 +87,7 @@ class TokenLedger(L.Callback):
         self._open: BatchAccount | None = None  # fetched, its step not known to have ended
         self._trainer: L.Trainer | None = None
         self._path = Path()
-        self._shown: tuple[int, TokenCounts] | None = None
+        self._shown = (0, TokenCounts())  # the last entry
 
     # ------------------------------------------------------------------ reading
 
@@ -124,6 +124,7 @@ class TokenLedger(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         folder = self.directory or trainer.log_dir or trainer.default_root_dir  # on all ranks
         self._path = Path(folder) / "token_ledger.csv"
+        self._shown = (trainer.global_step, self.total)
         if trainer.is_global_zero:
             _begin_file(self._path, trainer.global_step)
 
@@ -154,7 +155,7 @@ class TokenLedger(L.Callback):
         self._close()
         step = trainer.global_step
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and step != self.optimizer_steps and step % every == 0:
+        if every and step % every == 0 and step != self._shown[0]:
             self._log(trainer)
 
     @override
