@@ -85,9 +85,15 @@ def remove(path: str | os.PathLike[str]) -> None:
     _delete(hidden)
 
 
-def recover(folder: str | os.PathLike[str]) -> list[str]:
-    """Finish or undo what was interrupted among the checkpoints in `folder`; returns what was done,
-    a sentence each.
+def is_interrupted(folder: str | os.PathLike[str], beginning: str = "") -> bool:
+    """Whether `recover` has something to do in `folder`."""
+    parent = local_path(folder)
+    return parent.is_dir() and any(_hidden_folders(parent, beginning).values())
+
+
+def recover(folder: str | os.PathLike[str], beginning: str = "") -> list[str]:
+    """Finish or undo what was interrupted among the checkpoints in `folder` whose names begin so;
+    returns what was done, a sentence each.
 
     One process must call it, before any other saves there: staged folders of a save in progress
     would be deleted.
@@ -96,7 +102,7 @@ def recover(folder: str | os.PathLike[str]) -> list[str]:
     if not parent.is_dir():
         return []
     done: list[str] = []
-    hidden = _hidden_folders(parent)
+    hidden = _hidden_folders(parent, beginning)
     for item in hidden["removing"]:
         _delete(item.path)
         done.append(f"finished the removal of {item.target}")
@@ -129,11 +135,11 @@ class _Hidden:
     target: Path
 
 
-def _hidden_folders(parent: Path) -> dict[str, list[_Hidden]]:
+def _hidden_folders(parent: Path, beginning: str) -> dict[str, list[_Hidden]]:
     found: dict[str, list[_Hidden]] = defaultdict(list)
     for path in sorted(parent.iterdir()):
         match = _HIDDEN.fullmatch(path.name)
-        if match:
+        if match and match[2].startswith(beginning):
             found[match[1]].append(_Hidden(path, parent / match[2]))
     return found
 

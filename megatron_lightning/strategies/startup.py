@@ -26,6 +26,7 @@ from megatron_lightning.runtime.parallelize import Target, outside_problems, sta
 from megatron_lightning.runtime.recompute import recompute_problems
 from megatron_lightning.runtime.stages import PipelinedNetwork
 from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
+from megatron_lightning.strategies.recovery import recover_folders
 from megatron_lightning.strategies.resume import use_folders
 from megatron_lightning.strategies.trainer_checks import trainer_problems
 from megatron_lightning.utils.env import Launch
@@ -57,6 +58,7 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     every violation.
     """
     use_folders(trainer)
+    recover_folders(strategy, trainer)
     problems = _started_problems(strategy)
     problems += check_checkpoint_path(
         arguments.get("ckpt_path"), given_module(trainer, arguments), given_datamodule(arguments)
@@ -200,13 +202,14 @@ def _existing_network(module: LightningModule, target: Target) -> nn.Module | No
 
 
 def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    sizes = {name: getattr(config, name) for name in names}
+    needs = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if config.recompute != RecomputeConfig():
+        needs.append(str(config.recompute))
     return (
-        f"{type(module).__name__} has no plan, which "
-        f"tensor_parallel_size={config.tensor_parallel_size} x"
-        f" pipeline_parallel_size={config.pipeline_parallel_size} x"
-        f" context_parallel_size={config.context_parallel_size} with "
-        f"recompute.mode={config.recompute.mode!r} needs; pass "
-        f"MegatronStrategy(plan=ParallelPlan(...))"
+        f"{type(module).__name__} has no plan, which {' and '.join(needs)}"
+        f" need{'s' if len(needs) == 1 else ''}; pass MegatronStrategy(plan=ParallelPlan(...))"
     )
 
 
