@@ -5,11 +5,12 @@ chunk is entered through the hooks that gather it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
@@ -50,6 +51,52 @@ def layers_of(network: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Modu
         container = network.get_submodule(plan.layers)
         return [(f"{plan.layers}.{name}", layer) for name, layer in container.named_children()]
     return list(network.named_children()) if isinstance(network, nn.Sequential) else []
+
+
+class ChunkOutputs:
+    """What the sharded modules of a chunk give while this context lasts: tensors with a gradient.
+
+    The data ranks run the same collectives in their backward passes, so a rank whose step has no
+    loss still has to go through its own, with gradients of zero.
+    """
+
+    def __init__(self, model: ParallelModel, chunk: int) -> None:
+        self._model, self._roots = model, model.sharded_roots[chunk]
+        self._handles: list[Any] = []
+        self._tensors: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        """Watch the modules."""
+        self._handles = [
+            root.register_forward_hook(lambda _, __, output: self._note(output))  # type: ignore[operator]
+            for root in self._roots
+        ]
+        if self._model.pipelined is not None:
+            self._model.pipelined.on_output = self._note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave them alone."""
+        for handle in self._handles:
+            handle.remove()
+        if self._model.pipelined is not None:
+            self._model.pipelined.on_output = None
+
+    def _note(self, output: Any) -> None:
+        leaves = tree_leaves(output)
+        self._tensors += [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+
+    def zero(self) -> Tensor:
+        """A scalar that depends on all of them with gradients of zero. ValueError where there are
+        none.
+        """
+        if not self._tensors:
+            raise ValueError(
+                "training_step returned None without a call of the network: with"
+                " data_parallel.sharding='fsdp' all data ranks have to call it, since they gather"
+                " parameters together; call it and return None afterwards, or mask the loss"
+            )
+        return torch.stack([(tensor * 0).sum().float() for tensor in self._tensors]).sum()
 
 
 def enter_sharded(model: ParallelModel, roots: Sequence[tuple[FSDPModule, ...]]) -> None:

@@ -83,6 +83,8 @@ class PipelinedNetwork(nn.Module):
         self.parts = list(chunks)
         self._active: tuple[int, Carried | None] | None = None
         self._calls = 0
+        self.on_output: Callable[[Any], None] | None = None
+        """Called with what the last chunk's call of the network returns."""
 
     @property
     def chunks(self) -> list[nn.Module]:
@@ -153,6 +155,8 @@ class PipelinedNetwork(nn.Module):
         part = self.parts[chunk]
         carried = part(received, args, kwargs)
         if part.content.has_head:
+            if self.on_output is not None:
+                self.on_output(carried)
             return carried
         raise StageDone(carried)
 

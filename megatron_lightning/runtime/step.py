@@ -27,6 +27,7 @@ from megatron_lightning.runtime.metrics import LogRecorder
 from megatron_lightning.runtime.model import ParallelModel, share_buffers, stateful_buffers
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine, StageRunner
 from megatron_lightning.runtime.publish import Published, Publisher
+from megatron_lightning.runtime.sharded import ChunkOutputs
 from megatron_lightning.runtime.timeline import Category, Timeline, span
 from megatron_lightning.utils.logging import warn_once
 
@@ -198,10 +199,16 @@ class _Stage(StageRunner):
                 return self._step(batch.data, *self._args)
 
         carried = received[0] if received is not None and len(received) == 1 else received
-        done, result = self._runner.model.run_chunk(chunk, carried, step)
+        model = self._runner.model
+        if self._position is None or not any(model.sharded_roots):
+            done, result = model.run_chunk(chunk, carried, step)
+            return self._finish(batch, result) if done else result
+        with ChunkOutputs(model, chunk) as outputs:
+            done, result = model.run_chunk(chunk, carried, step)
         if not done:
             return result
-        return self._finish(batch, result)
+        loss = self._finish(batch, result)
+        return outputs.zero() if loss is None else loss
 
     def _first_sample(self, micro_batch: int) -> int:
         assert self._position is not None

@@ -43,6 +43,13 @@ class RankFailure(RuntimeError):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str]]:
+        return type(self), (self.rank, str(self))
+
+
+class PeerFailure(RankFailure):
+    """This rank can't go on, since another has failed. The message says why that one did."""
+
 
 def reason_of(exception: BaseException) -> str:
     """One line: type and first line of the message."""
@@ -53,7 +60,7 @@ def reason_of(exception: BaseException) -> str:
 
 def is_broken_connection(exception: BaseException) -> bool:
     """Whether this looks like the consequence of another rank's end."""
-    if isinstance(exception, (dist.DistError, ConnectionError)):
+    if isinstance(exception, (dist.DistError, ConnectionError, PeerFailure)):
         return True
     text = str(exception).lower()
     return isinstance(exception, RuntimeError) and any(sign in text for sign in _BROKEN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -101,6 +103,18 @@ class RunGuard(Callback):
         if isinstance(exception, SystemExit) and not exception.code and not self.all_ranks_end():
             exception.code = 1  # it ended the others, so the job has failed
         self._show(exception, news)
+
+    @contextmanager
+    def explaining(self) -> Generator[None]:
+        """Raise the failure of another rank, by its words, in place of a broken connection."""
+        try:
+            yield
+        except RuntimeError as error:
+            broken = self._lifeline is not None and failure.is_broken_connection(error)
+            news = self._lifeline.news(_BROKEN_NEWS_SECONDS) if broken else None  # type: ignore[union-attr]
+            if news is None:
+                raise
+            raise failure.PeerFailure(news.rank, describe_peer(self._rank, news)) from error
 
     def _show(self, exception: BaseException, news: Report | None) -> None:
         if self._shown_elsewhere or self._signals.agreed:

@@ -33,9 +33,11 @@ from megatron_lightning.runtime.window import AccumulationWindow
 from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders, startup
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.launchers import choose_launcher
+from megatron_lightning.strategies.local_copies import LocalCopies
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.readers import may_defer_gather
 from megatron_lightning.strategies.saves import Saves
+from megatron_lightning.strategies.signals import SAVED_STEP
 from megatron_lightning.strategies.trainer_checks import (
     optimizer_problems,
     trainer_problems,
@@ -70,6 +72,7 @@ class ModelStrategy(MeshStrategy):
         self._runner: StepRunner | None = None
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
+        self._local: LocalCopies | None = None
         self.saves = Saves(self)
         """Saves of checkpoints, in the background if asked for."""
 
@@ -146,6 +149,7 @@ class ModelStrategy(MeshStrategy):
         adjust.announce_summary(self, trainer)
         load_pending(self)
         if fitting:
+            self._begin_local_copies()
             self.setup_optimizers(trainer)
             if module.automatic_optimization:
                 raise_if_any(optimizer_problems(self.optimizers))
@@ -292,15 +296,17 @@ class ModelStrategy(MeshStrategy):
             samples = sum(micro_batch.num_samples for micro_batch in micro_batches)
             batch_index = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
             position = Position(batch_index=batch_index, first_sample=self.mesh.dp.rank * samples)
-        result = self._runner.run(
-            hook,
-            micro_batches,
-            args,
-            context=context,
-            batch_mark=self._mark(batch, args[0] if args else 0),
-            position=position,
-            reduce_now=reduce_now,
-        )
+        assert self._guard is not None
+        with self._guard.explaining():
+            result = self._runner.run(
+                hook,
+                micro_batches,
+                args,
+                context=context,
+                batch_mark=self._mark(batch, args[0] if args else 0),
+                position=position,
+                reduce_now=reduce_now,
+            )
         if not training:
             self.parallel_model.reshard()
         return result
@@ -335,6 +341,23 @@ class ModelStrategy(MeshStrategy):
         return [cut(micro_batch) for micro_batch in whole]
 
     # ------------------------------------------------------------------ checkpoints
+
+    def _begin_local_copies(self) -> None:
+        if self._local is None and self.config.checkpoint.local is not None:
+            self._local = LocalCopies(self, self.config.checkpoint.local)
+        if self._local is not None:
+            self._local.begin_fit()
+
+    @override
+    def choose_start(self, path: Any) -> Any:
+        return path if self._local is None else self._local.choose(path)
+
+    @override
+    def at_step_boundary(self, complete: int) -> None:
+        if self._local is not None:
+            assert self._guard is not None
+            self._local.after_batch(complete)
+            self._guard.ballot.mine[SAVED_STEP] = self._local.newest
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -392,9 +415,12 @@ class ModelStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         self.give_up_if_alone()
+        together = not (self.fails_alone or self.failed_after_another)
         self.saves.close(wait=not self.fails_alone)
+        if self._local is not None:
+            self._local.close(wait=together)
         if self._update is not None:
-            self._update.close(wait=not (self.fails_alone or self.failed_after_another))
+            self._update.close(wait=together)
         if self._parallel is not None:
             self._parallel.release_buckets()
         adjust.revert_layer_sync(self)
