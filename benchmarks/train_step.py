@@ -22,10 +22,12 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.config import GPTConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.runtime.kernel_times import union
 from megatron_lightning.strategies import MegatronStrategy
 
 H200_BF16_TFLOPS = 989.0
@@ -84,6 +86,43 @@ class RandomTokens(L.LightningDataModule):
             }
 
 
+class Kernels(L.Callback):
+    """One step under torch's profiler: the kernels that take longest, and when none runs."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == self.step:
+            self.profiler.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == self.step:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+
+    def table(self, rows: int = 40, width: int = 200) -> str:
+        """A line for each of the longest kernels: milliseconds, calls, name."""
+        times: dict[str, list[float]] = {}
+        intervals = []
+        for event in self.profiler.events() or ():
+            if "cuda" in str(event.device_type).lower():
+                interval = (event.time_range.start, event.time_range.end)
+                times.setdefault(event.name, []).append(interval[1] - interval[0])
+                intervals.append(interval)
+        covered = union(intervals)
+        busy = sum(end - begin for begin, end in covered) / 1e3
+        span = (covered[-1][1] - covered[0][0]) / 1e3
+        lines = [f"busy {busy:.1f} of {span:.1f} ms, {len(intervals)} kernels"]
+        longest = sorted(times.items(), key=lambda item: -sum(item[1]))
+        for name, durations in longest[:rows]:
+            lines.append(f"{sum(durations) / 1e3:8.2f} ms {len(durations):5d}  {name[:width]}")
+        return "\n".join(lines)
+
+
 class Clock(L.Callback):
     """Seconds of each step, the device synchronised."""
 
@@ -120,6 +159,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     torch.cuda.reset_peak_memory_stats()
     clock = Clock()
+    kernels = [Kernels(args.warm - 1)] if args.profile else []
     trainer = L.Trainer(
         strategy=MegatronStrategy(
             tensor_parallel_size=args.tp,
@@ -136,10 +176,12 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock],
+        callbacks=[clock, *kernels],
     )
     model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
     trainer.fit(model, RandomTokens(shape, args.warm + args.steps))
+    for one in kernels:
+        print(one.table(), flush=True)
     step = statistics.median(clock.seconds[args.warm :])
     tokens = shape["micro"] * shape["accumulate"] * shape["seq"]
     dp = args.devices // (args.tp * args.pp)
@@ -174,6 +216,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--profile", action="store_true", help="a table of the kernels of one step")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     for name in args.shapes:

@@ -2,11 +2,11 @@
 
 The accounting of Korthikanti et al. (arXiv 2205.05198, section 4.1), adapted to the layers of this
 package: a fused attention keeps queries, keys, values, output and one float32 number a row; the
-gated unit keeps both halves of its input, the activated gate and the product; a norm keeps its
-input; under sequence parallelism a column-split product keeps its own part of the sequence only.
-Every row names the modules whose operations keep it and those that receive it, so that any choice
-of recomputed modules follows. Sliding windows are approximate. A test compares the rows with what
-autograd really saves.
+gated unit keeps both halves of its input and the product, and the activated gate unless that is
+silu; a norm keeps its input; under sequence parallelism a column-split product keeps its own part
+of the sequence only. Every row names the modules whose operations keep it and those that receive
+it, so that any choice of recomputed modules follows. Sliding windows are approximate. A test
+compares the rows with what autograd really saves.
 """
 
 from __future__ import annotations
@@ -204,6 +204,8 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
     inner = 2 if gated else 0 if model.activation == "relu" and not sizes.compiled else 1
     rows.append(SavedTensor(name="MLP inner", bytes_per_token=width * inner, kept_by=("mlp",)))
     between = gated + (gated and model.activation == "squared_relu")  # gate, and what it came from
+    if model.activation == "silu":
+        between = 0  # `layers.gated_silu`
     rows.append(
         SavedTensor(
             name="activated gate",

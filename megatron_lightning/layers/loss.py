@@ -4,8 +4,8 @@ mask.
 Each rank holds the logits of its own token rows. The maximum, the sum of exponentials and the
 target's logit are reduced over the axis (three numbers a token), as in Megatron-LM (Shoeybi et al.,
 arXiv 1909.08053, section 3). Padded columns take no part and get a zero gradient. Sums run in
-float32 over slices of tokens, so that no float32 copy of all logits is made; the logits are kept
-for the backward pass in their own dtype and nothing else of that size is.
+float32 over slices of tokens, or in one kernel on CUDA, so that no float32 copy of all logits is
+made; the logits are kept for the backward pass in their own dtype and nothing else of that size is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.layers import kernels
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.mesh import MeshAxis
 
@@ -113,21 +114,9 @@ class _CrossEntropy(torch.autograd.Function):
         held = (local >= 0) & (local < valid)
         local = local.clamp(0, columns - 1)
 
-        # 1. The largest logit, over all ranks, keeps the exponentials in range.
-        highest = torch.full((tokens,), -torch.inf, dtype=exact, device=logits.device)
-        if valid:
-            highest = logits[:, :valid].amax(dim=-1).to(exact)
-        all_reduce_(highest, axis, "max")
-
-        # 2. Sums over the own columns, then over all ranks at once: of exponentials, the target's
-        # logit, and all logits (for smoothing).
-        sums = torch.zeros(3, tokens, dtype=exact, device=logits.device)
+        sum_rows = _kernel_sums if kernels.can_run(logits) else _sliced_sums
+        highest, sums = sum_rows(logits, valid, axis, exact, with_total=smoothing > 0)
         sums[1] = (logits.gather(1, local[:, None])[:, 0].to(exact) - highest) * held
-        for part in _slices(tokens, columns):
-            shifted = logits[part, :valid].to(exact) - highest[part, None]
-            if smoothing:
-                sums[2, part] = shifted.sum(dim=-1)
-            sums[0, part] = shifted.exp_().sum(dim=-1)
         all_reduce_(sums, axis, "sum")
 
         log_sum = sums[0].log()
@@ -142,18 +131,95 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, held, ignored, log_total = ctx.saved_tensors
         valid, smoothing = ctx.valid, ctx.smoothing
-        grad = torch.empty_like(logits)
-        grad[:, valid:] = 0.0
-        scale = grad_losses.masked_fill(ignored, 0.0)[:, None]
-        for part in _slices(*logits.shape):
-            probability = (logits[part, :valid].to(log_total.dtype) - log_total[part, None]).exp_()
-            if smoothing:
-                probability.sub_(smoothing / ctx.vocab_size)
-            if valid:
-                hit = held[part, None].to(probability.dtype) * -(1.0 - smoothing)
-                probability.scatter_add_(1, local[part, None].clamp(max=valid - 1), hit)
-            grad[part, :valid] = probability.mul_(scale[part])
+        make = _kernel_gradients if kernels.can_run(logits) else _sliced_gradients
+        grad = make(
+            logits.contiguous(),
+            log_total,
+            local.clamp(max=max(valid - 1, 0)),
+            held.to(log_total.dtype) * (1.0 - smoothing),
+            grad_losses.masked_fill(ignored, 0.0),
+            valid=valid,
+            spread=smoothing / ctx.vocab_size,
+        )
         return grad, None, None, None, None
+
+
+def _sliced_sums(
+    logits: Tensor, valid: int, axis: MeshAxis, exact: torch.dtype, *, with_total: bool
+) -> tuple[Tensor, Tensor]:
+    """(largest logit of each row over all ranks, which keeps exponentials in range; sums over the
+    own columns (3, rows): of exponentials, 0, of all logits if asked), logits less the largest.
+    """
+    tokens, columns = logits.shape
+    highest = torch.full((tokens,), -torch.inf, dtype=exact, device=logits.device)
+    if valid:
+        highest = logits[:, :valid].amax(dim=-1).to(exact)
+    all_reduce_(highest, axis, "max")
+    sums = torch.zeros(3, tokens, dtype=exact, device=logits.device)
+    for part in _slices(tokens, columns):
+        shifted = logits[part, :valid].to(exact) - highest[part, None]
+        if with_total:
+            sums[2, part] = shifted.sum(dim=-1)
+        sums[0, part] = shifted.exp_().sum(dim=-1)
+    return highest, sums
+
+
+def _kernel_sums(
+    logits: Tensor, valid: int, axis: MeshAxis, exact: torch.dtype, *, with_total: bool
+) -> tuple[Tensor, Tensor]:
+    """`_sliced_sums` in one pass."""
+    from megatron_lightning.layers.kernels import cross_entropy
+
+    own, exponentials, total = cross_entropy.row_sums(
+        logits.contiguous(), valid, with_total=with_total
+    )
+    highest = all_reduce_(own.clone(), axis, "max") if axis.size > 1 else own
+    sums = torch.zeros(3, len(logits), dtype=exact, device=logits.device)
+    sums[0] = exponentials * (own - highest).exp()
+    if with_total:
+        sums[2] = total - valid * highest
+    return highest, sums
+
+
+def _sliced_gradients(
+    logits: Tensor,
+    log_total: Tensor,
+    target: Tensor,
+    hit: Tensor,
+    scale: Tensor,
+    *,
+    valid: int,
+    spread: float,
+) -> Tensor:
+    """(softmax - hit at the target - spread) * scale, row by row; 0 from column `valid` on."""
+    grad = torch.empty_like(logits)
+    grad[:, valid:] = 0.0
+    for part in _slices(*logits.shape):
+        share = (logits[part, :valid].to(log_total.dtype) - log_total[part, None]).exp_()
+        if spread:
+            share.sub_(spread)
+        if valid:
+            share.scatter_add_(1, target[part, None], -hit[part, None])
+        grad[part, :valid] = share.mul_(scale[part, None])
+    return grad
+
+
+def _kernel_gradients(
+    logits: Tensor,
+    log_total: Tensor,
+    target: Tensor,
+    hit: Tensor,
+    scale: Tensor,
+    *,
+    valid: int,
+    spread: float,
+) -> Tensor:
+    """`_sliced_gradients` in one pass."""
+    from megatron_lightning.layers.kernels import cross_entropy
+
+    return cross_entropy.row_gradients(
+        logits, log_total, target, hit, scale, valid=valid, spread=spread
+    )
 
 
 def _slices(tokens: int, columns: int) -> Iterator[slice]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.parallel.random import Normal
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
         inner = self.linear_fc1(hidden)  # (S, B, F) or gated (S, B, 2, F)
+        if self.gated and self.activation is F.silu:
+            return self.linear_fc2(gated_silu(inner))
         if self.gated:
             gate, up = inner.unbind(-2)
             return self.linear_fc2(self.activation(gate) * up)

@@ -125,8 +125,20 @@ class GradientBuckets:
         return not names <= self._slots.keys() if self.sharded else names != self._slots.keys()
 
     def main_grad(self, name: str) -> Tensor:
-        """Return the gradient view of parameter `name`, in its local shape."""
-        return self._slots[name].main_grad
+        """Return the gradient view of parameter `name`, in its local shape; zero at first."""
+        slot = self._slots[name]
+        slot.fill()
+        return slot.main_grad
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add a gradient of parameter `name` to its view; the first one of a window is copied."""
+        slot = self._slots[name]
+        view = slot.main_grad
+        if slot.filled:
+            view.add_(grad.view_as(view))
+        else:
+            view.copy_(grad.view_as(view))
+            slot.filled = True
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient views of parameters that got one; after `finish`, on any replica.
@@ -142,15 +154,13 @@ class GradientBuckets:
     # ------------------------------------------------------------------ one window
 
     def reset(self) -> None:
-        """Begin an accumulation window: all gradients are zero and none is published."""
+        """Begin an accumulation window: no gradient has come and none is published."""
         assert not any(bucket.work for bucket in self._buckets), (
             "reset during a reduction: finish() comes first"
         )
         self.withdraw()  # autograd would add to a published view in place, and the hook once more
-        for buffer in self._buffers:
-            buffer.zero_()
         for slot in self._slots.values():
-            slot.received = False
+            slot.received = slot.filled = False
         for bucket in self._buckets:
             bucket.armed = bucket.launched = False
         self._launched = 0
@@ -224,8 +234,8 @@ class GradientBuckets:
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
         divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
         divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-        for bucket in self._buckets:
-            bucket.own.div_(divisor)
+        if self._buckets:  # one kernel for many; each alone would be slow with a divisor in memory
+            torch._foreach_div_([bucket.own for bucket in self._buckets], divisor)
 
     def publish(self, *, in_parameter_dtype: bool = False) -> None:
         """Make each parameter's `grad` its main gradient; None where no replica got one.
@@ -321,8 +331,8 @@ class GradientBuckets:
         def accumulate(parameter: Tensor) -> None:
             if parameter.grad is None:  # autograd calls hooks also where no gradient has come
                 return
-            slot.main_grad.add_(parameter.grad.detach())
-            parameter.grad = None
+            grad, parameter.grad = parameter.grad.detach(), None
+            self.add(slot.name, grad)
             self.arrived(slot.name)
 
         return accumulate

@@ -92,6 +92,8 @@ class Bucket:
     def launch(self) -> None:
         """Start to sum over the replicas: reduce-scatter over `shard`, else all-reduce."""
         self.launched = True
+        for slot in self.slots:
+            slot.fill()
         shard, replica = self.replicas.shard, self.replicas.replica
         if shard.size > 1:
             self.work = reduce_scatter_single(self.own, self.data, group=shard.group, async_op=True)
@@ -126,8 +128,16 @@ class Slot:
     bucket: Bucket
     begin: int
     """Element of the bucket at which the parameter begins."""
+    filled: bool = False
+    """True when the view holds a sum of this window; until then what it holds is old."""
     received: bool = False
     """True when it got a gradient in this window; after agreement, when any replica did."""
+
+    def fill(self) -> None:
+        """Make the view zero unless it holds a sum of this window."""
+        if not self.filled:
+            self.main_grad.zero_()
+            self.filled = True
 
     @property
     def own_range(self) -> tuple[int, int]:

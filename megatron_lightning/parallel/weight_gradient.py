@@ -32,8 +32,8 @@ Key = tuple[int, int]
 class MainGradients(Protocol):
     """Where weight gradients are summed: `parallel.data.GradientBuckets`."""
 
-    def main_grad(self, name: str) -> Tensor:
-        """The gradient view of a parameter, in its local shape."""
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add to the gradient of a parameter, in any shape of as many elements."""
         ...
 
     def arrived(self, name: str) -> None:
@@ -120,9 +120,8 @@ class WeightGradients:
 
     def _add(self, product: _Product, x: Tensor) -> None:
         assert self.target is not None, "weight gradients without gradient buckets"
-        main = self.target.main_grad(product.name)
-        # As autograd and the buckets do it: a product in its own dtype, a sum in that of `main`.
-        main.add_((product.grad.flatten(0, -2).t() @ x.flatten(0, -2)).view_as(main))
+        # As autograd does it, a product in its own dtype; the sum is in that of the bucket.
+        self.target.add(product.name, product.grad.flatten(0, -2).t() @ x.flatten(0, -2))
 
     def clear(self) -> None:
         """Forget everything, after a failed run."""

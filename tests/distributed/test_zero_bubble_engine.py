@@ -68,8 +68,8 @@ class Runner:
         self.main = {n: torch.zeros_like(p) for n, p in self.stages.named_parameters()}
         self.arrivals: list[str] = []
 
-    def main_grad(self, name: str) -> Tensor:
-        return self.main[name]
+    def add(self, name: str, grad: Tensor) -> None:
+        self.main[name] += grad
 
     def arrived(self, name: str) -> None:
         self.arrivals.append(name)

@@ -63,8 +63,8 @@ class SleepingStages:
 
         return sleep
 
-    def main_grad(self, name: str) -> Tensor:
-        return torch.zeros(WIDTH, WIDTH)
+    def add(self, name: str, grad: Tensor) -> None:
+        assert grad.shape == (WIDTH, WIDTH)
 
     def arrived(self, name: str) -> None:
         time.sleep(self.seconds[int(name)])

@@ -1,0 +1,59 @@
+"""silu(gate) * up and its gradient, one pass each over memory."""
+
+# Triton is optional, and a kernel is indexed by its grid.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+@triton.jit
+def _forward(inner, product, width, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    gate = tl.load(inner + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(product + row * width + column, value.to(product.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(grad, inner, grad_inner, width, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    dy = tl.load(grad + row * width + column, mask=inside).to(tl.float32)
+    gate = tl.load(inner + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    element = grad_inner.dtype.element_ty
+    tl.store(grad_inner + row * 2 * width + column, (dy * up * slope).to(element), mask=inside)
+    other = (dy * gate * sigmoid).to(element)
+    tl.store(grad_inner + (row * 2 + 1) * width + column, other, mask=inside)
+
+
+def forward(inner: Tensor) -> Tensor:
+    """(..., 2, F), contiguous, gate first -> (..., F)."""
+    *rows, _, width = inner.shape
+    product = inner.new_empty((*rows, width))
+    if product.numel():
+        grid = (product.numel() // width, triton.cdiv(width, _BLOCK))
+        _forward[grid](inner, product, width, block=_BLOCK, num_warps=_WARPS)
+    return product
+
+
+def backward(grad: Tensor, inner: Tensor) -> Tensor:
+    """Gradient (..., F), contiguous, and what `forward` got -> gradient of (..., 2, F)."""
+    width = inner.shape[-1]
+    grad_inner = torch.empty_like(inner)
+    if grad.numel():
+        grid = (grad.numel() // width, triton.cdiv(width, _BLOCK))
+        _backward[grid](grad, inner, grad_inner, width, block=_BLOCK, num_warps=_WARPS)
+    return grad_inner

@@ -1,0 +1,132 @@
+"""Triton kernels against torch: in triton's interpreter where there is no GPU, and on one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lightning.layers import kernels, loss
+from megatron_lightning.layers.gated_silu import gated_silu
+from megatron_lightning.layers.loss import vocabulary_cross_entropy
+from megatron_lightning.parallel.mesh import MeshAxis
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float64: 1e-14}
+
+
+def skip_without(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.detach(), want.detach()
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("shape", [(3, 2, 2, 300), (1, 2, 2048), (5, 2, 1)])
+def test_gated_silu(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    skip_without(device)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(shape, generator=generator, dtype=torch.float64)
+    grad = torch.randn((*shape[:-2], shape[-1]), generator=generator, dtype=torch.float64)
+    inner, oracle = (x.to(device, dtype).requires_grad_() for x in (wide, wide))
+    gate, up = oracle.double().unbind(-2)
+    want = F.silu(gate) * up
+    want.backward(grad.to(device, dtype).double())
+    got = gated_silu(inner)
+    got.backward(grad.to(device, dtype))
+    assert got.dtype is dtype
+    assert error(got, want) < LIMITS[dtype]
+    assert error(inner.grad, oracle.grad) < LIMITS[dtype]
+
+
+def test_gated_silu_keeps_only_its_input() -> None:
+    inner = torch.randn(4, 2, 8, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        gated_silu(inner)
+    assert [x.data_ptr() for x in kept] == [inner.data_ptr()]
+
+
+def test_gated_silu_in_a_compiled_region() -> None:
+    inner = torch.randn(4, 2, 8, requires_grad=True)
+    compiled = torch.compile(lambda x: gated_silu(x * 2).sin(), fullgraph=True, backend="aot_eager")
+    compiled(inner).sum().backward()
+    got, inner.grad = inner.grad, None
+    gated_silu(inner * 2).sin().sum().backward()
+    assert torch.equal(got, inner.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "vocabulary"), [(32768, 32768), (50304, 50257), (64, 50)])
+def test_cross_entropy_on_cuda(
+    columns: int, vocabulary: int, dtype: torch.dtype, smoothing: float, monkeypatch
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(97, columns, device="cuda", generator=generator).mul_(4).to(dtype)
+    targets = torch.randint(0, vocabulary, (97,), device="cuda", generator=generator)
+    targets[3], targets[5] = -100, vocabulary - 1
+    grad = torch.rand(97, device="cuda", generator=generator)
+    found = []
+    for in_kernel in (True, False):
+        if not in_kernel:
+            monkeypatch.setattr(loss.kernels, "can_run", lambda _: False)
+        assert kernels.can_run(logits) is in_kernel
+        x = logits.clone().requires_grad_()
+        losses = vocabulary_cross_entropy(
+            x, targets, axis=MeshAxis(name="tp"), vocab_size=vocabulary, label_smoothing=smoothing
+        )
+        losses.backward(grad)
+        found.append((losses.detach(), x.grad))
+    (losses, gradient), (wanted_losses, wanted) = found
+    torch.testing.assert_close(losses, wanted_losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        gradient, wanted, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6
+    )
+    assert not gradient[:, vocabulary:].any()
+
+
+INTERPRETED = """
+import torch
+from megatron_lightning.layers import loss
+from megatron_lightning.layers.kernels import cross_entropy, gated_silu
+
+torch.manual_seed(0)
+logits = torch.randn(7, 5000) * 3
+logits[2, :4500] = -torch.inf
+for valid in (5000, 4990, 4600):
+    rows = logits[:, :valid]
+    highest, exponentials, total = cross_entropy.row_sums(logits, valid, with_total=True)
+    assert torch.equal(highest, rows.amax(1))
+    wanted = (rows - rows.amax(1, keepdim=True)).exp().sum(1)
+    torch.testing.assert_close(exponentials, wanted)
+    torch.testing.assert_close(total, rows.sum(1), rtol=1e-4, atol=1e-3)
+    options = dict(valid=valid, spread=0.1 / valid)
+    arguments = (logits, rows.logsumexp(1), torch.arange(7) * 600, torch.rand(7), torch.randn(7))
+    got = cross_entropy.row_gradients(*arguments, **options)
+    torch.testing.assert_close(got, loss._sliced_gradients(*arguments, **options))
+inner = torch.randn(3, 2, 1500, requires_grad=True)
+grad = torch.randn(3, 1500)
+wanted = torch.nn.functional.silu(inner[:, 0]) * inner[:, 1]
+wanted.backward(grad)
+torch.testing.assert_close(gated_silu.forward(inner.detach()), wanted.detach())
+torch.testing.assert_close(gated_silu.backward(grad, inner.detach()), inner.grad)
+"""
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="the tests on CUDA show the same")
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton runs kernels on the CPU in its interpreter")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
