@@ -12,7 +12,7 @@ from megatron_lightning.data.preprocessing.sentences import splitter
 from megatron_lightning.data.preprocessing.word_cache import (
     Encode,
     WordCache,
-    cuts_before_words,
+    cuts_words,
 )
 from megatron_lightning.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -115,7 +115,7 @@ def raw_encoder(tokenizer: Tokenizer, dtype: np.dtype) -> Encode:
     plain = partial(_encode_plain, tokenizer, dtype)
     if isinstance(tokenizer, FileTokenizer):
         description = tokenizer.description()
-        if cuts_before_words(description):
+        if cuts_words(description):
             return WordCache(plain, [token["content"] for token in description["added_tokens"]])
     return plain
 

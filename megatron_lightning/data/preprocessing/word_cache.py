@@ -1,10 +1,11 @@
 """The same ids several times as fast: text is encoded once a word, not once an occurrence.
 
-Many tokenizers cut a text into words before anything else, and always before a space that a
-visible character follows. Where that is so, the ids of a text are those of its pieces " word", one
-after the other, and a table of pieces saves most of the work. `cuts_before_words` tells by the
-tokenizer's description whether it is so; for any other tokenizer nothing is cut. The first texts
-are encoded both ways, so that a mistake in this reasoning costs speed and not the corpus.
+Many tokenizers cut a text into words before anything else, and always at some places: before a
+space that a visible character follows, and between a letter or digit and a line break or
+punctuation. Where that is so, the ids of a text are those of its pieces, one after the other, and a
+table of pieces saves most of the work. `cuts_words` tells by the tokenizer's description whether it
+is so; for any other tokenizer nothing is cut. The first texts are encoded both ways, so that a
+mistake in this reasoning costs speed and not the corpus.
 """
 
 import re
@@ -13,8 +14,8 @@ from typing import Any
 
 _MODELS = ("BPE", "WordPiece", "WordLevel")
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer")
-_WORD_CUTTERS = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-_ANY_AFTER_CUT = (*_WORD_CUTTERS, "Punctuation", "Digits", "Split", "ByteLevel")
+_WORD_CUTTERS = ("BertPreTokenizer", "Whitespace")
+_ANY_AFTER_CUT = (*_WORD_CUTTERS, "WhitespaceSplit", "Punctuation", "Digits", "Split", "ByteLevel")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,6 +30,14 @@ _PATTERNS = frozenset(
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
+# A piece: perhaps a space; what is no letter or digit; letters and digits; and so on from whatever
+# may follow these without a cut (apostrophe, underscore, what is not ASCII).
+_SPACE = r" (?![!-~])"  # one that does not begin a piece
+_OTHER = rf"(?:[^A-Za-z0-9 ]+|{_SPACE})*"
+_PIECE = re.compile(
+    rf" ?{_OTHER}[A-Za-z0-9]*"
+    rf"(?:(?:[^A-Za-z0-9 \n!-&(-/:-@\[-^`{{-~]|{_SPACE}){_OTHER}[A-Za-z0-9]*)*"
+)
 _LARGEST_TABLE = 1 << 18  # pieces, about 60 MB
 _LONGEST_PIECE = 64  # characters of a piece that is kept
 _COMPARED = 64  # texts encoded both ways
@@ -36,8 +45,8 @@ _COMPARED = 64  # texts encoded both ways
 Encode = Callable[[Sequence[str]], list[bytes]]
 
 
-def cuts_before_words(description: Mapping[str, Any]) -> bool:
-    """Returns whether a tokenizer cuts before every " x", x visible, whatever stands around it.
+def cuts_words(description: Mapping[str, Any]) -> bool:
+    """Returns whether a tokenizer cuts wherever `_PIECE` does, whatever stands around it.
 
     Args:
         description: content of its `tokenizer.json`.
@@ -69,7 +78,9 @@ def _cuts(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Split":
         isolated = step["behavior"] == "Isolated" and not step["invert"]
         return isolated and step["pattern"].get("Regex") in _PATTERNS
-    return step["type"] in _WORD_CUTTERS or (step["type"] == "ByteLevel" and step["use_regex"])
+    if step["type"] == "ByteLevel":  # a space in front of each piece would be one too many
+        return step["use_regex"] and not step["add_prefix_space"]
+    return step["type"] in _WORD_CUTTERS
 
 
 class WordCache:
@@ -83,7 +94,8 @@ class WordCache:
 
     def __init__(self, encode: Encode, whole: Sequence[str]) -> None:
         self._encode = encode
-        self._whole = re.compile("|".join(map(re.escape, whole))) if whole else None
+        self._hints = sorted({token[:2] for token in whole})  # few, and fast to look for
+        self._whole = re.compile("|".join(map(re.escape, whole)))
         self._table: dict[str, bytes] = {}
         self._to_compare = _COMPARED
         self._trusted = True
@@ -104,38 +116,18 @@ class WordCache:
     def _by_pieces(self, texts: Sequence[str]) -> list[bytes]:
         if len(self._table) > _LARGEST_TABLE:
             self._table.clear()
-        cut = [_pieces(text) for text in texts]
         table = self._table
-        new = list({piece for pieces in cut for piece in pieces if piece not in table})
-        whole = self._whole
-        special = {piece for piece in new if whole is not None and whole.search(piece)}
-        long: dict[str, bytes] = {}
-        plain = [piece for piece in new if piece not in special]
-        for piece, tokens in zip(plain, self._encode(plain), strict=True):
-            (table if len(piece) <= _LONGEST_PIECE else long)[piece] = tokens
-        found: list[bytes] = []
-        for text, pieces in zip(texts, cut, strict=True):
-            try:
-                found.append(b"".join([table[piece] for piece in pieces]))
-            except KeyError:
-                if special and not special.isdisjoint(pieces):
-                    found += self._encode([text])
-                else:
-                    known = [table.get(piece) or long.get(piece, b"") for piece in pieces]
-                    found.append(b"".join(known))
+        cut = [None if self._has_whole(text) else _PIECE.findall(text) for text in texts]
+        new = list({piece for pieces in cut if pieces for piece in set(pieces).difference(table)})
+        table.update(zip(new, self._encode(new), strict=True))
+        found = [
+            self._encode([text])[0] if pieces is None else b"".join(map(table.__getitem__, pieces))
+            for text, pieces in zip(texts, cut, strict=True)
+        ]
+        for piece in new:
+            if len(piece) > _LONGEST_PIECE:
+                del table[piece]
         return found
 
-
-def _pieces(text: str) -> list[str]:
-    """Cuts a text before every space that an ASCII character follows which is no space."""
-    words = text.split(" ")
-    pieces = []
-    current = words[0]
-    for word in words[1:]:
-        if word and "!" <= word[0] <= "~":
-            pieces.append(current)
-            current = " " + word
-        else:
-            current = f"{current} {word}"
-    pieces.append(current)
-    return pieces if pieces[0] else pieces[1:]
+    def _has_whole(self, text: str) -> bool:
+        return any(hint in text for hint in self._hints) and bool(self._whole.search(text))
