@@ -2,6 +2,7 @@
 
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig, ContextForm
+from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "DataParallelConfig",
     "GPTConfig",
     "Gradient",
+    "LocalCheckpointConfig",
     "ParallelConfig",
     "ParallelPlan",
     "ParameterInfo",

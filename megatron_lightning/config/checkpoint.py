@@ -20,7 +20,6 @@ class CheckpointConfig:
     hook is known to change weights there; False: the GPU finishes them first."""
     pin_memory: bool = True
     """asynchronous: pin that host memory for fast copies from a GPU."""
-
     local: LocalCheckpointConfig | None = None
     """Frequent copies on the nodes themselves, from which a run resumes after a failure; None: no
     such copies."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lightning import MegatronStrategy
+from megatron_lightning import CheckpointConfig, LocalCheckpointConfig, MegatronStrategy
 from megatron_lightning.config import ParallelPlan, column, replicated
 from megatron_lightning.config.validate import ConfigurationError
 
@@ -17,11 +17,25 @@ from megatron_lightning.config.validate import ConfigurationError
         ("data_parallel", "zero1", "DataParallelConfig"),
         ("pipeline", 2, "PipelineConfig"),
         ("runtime", {"launcher": "fork"}, "RuntimeConfig"),
+        ("checkpoint", {"asynchronous": True}, "CheckpointConfig"),
     ],
 )
 def test_config_of_another_type(argument: str, value: Any, wanted: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{argument}=.*give a {wanted}"):
         MegatronStrategy(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("local", "said"),
+    [
+        ({"folder": "/tmp"}, "give a LocalCheckpointConfig"),
+        (LocalCheckpointConfig(folder="copies"), "give an absolute path"),
+        (LocalCheckpointConfig(folder="/tmp/copies", keep=0), "checkpoint.local.keep=0"),
+    ],
+)
+def test_local_copies(local: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        MegatronStrategy(checkpoint=CheckpointConfig(local=local))
 
 
 def test_rows_of_a_plan_that_match_nothing() -> None:
