@@ -81,7 +81,6 @@ def fit(
     sender: Signal | None = None,
     resume: str | None = None,
     callbacks: tuple[L.Callback, ...] = (),
-    accelerator: str = "cpu",
 ) -> dict[str, Any]:
     """Train `run` in this rank; what it saw, and the status with which it would have ended."""
     model = GPTModel(
@@ -92,7 +91,6 @@ def fit(
     record = Record()
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
-        accelerator=accelerator,
         devices=world_size,
         gradient_clip_val=1.0,
         logger=False,
@@ -102,7 +100,7 @@ def fit(
         enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        **{"max_steps": STEPS, "limit_val_batches": 0, **run.trainer},
+        **{"accelerator": "cpu", "max_steps": STEPS, "limit_val_batches": 0, **run.trainer},
     )
     status: Any = 0
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
