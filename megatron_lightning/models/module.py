@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import megatron_lightning.checkpoint as store
 from megatron_lightning.checkpoint.config_codec import CODEC
+from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.config.plan import ParallelPlan, canonical_name
 from megatron_lightning.layers.whole import materialise_whole
 from megatron_lightning.utils.env import global_seed
@@ -109,13 +110,15 @@ class MegatronModule(LightningModule, ABC):
         map_location: Any = None,
         hparams_file: Any = None,
         strict: bool | store.Strictness | None = None,
+        weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """Make the module of a checkpoint folder, whole in this process, whatever layout it was
         saved in.
 
-        Constructor arguments come from the checkpoint; `kwargs` replace them. Raises
-        CheckpointError when the folder is no valid checkpoint or its tensors don't fit.
+        Constructor arguments come from the checkpoint; `kwargs` replace them. `weights_only` has no
+        meaning: nothing is unpickled in any case. Raises CheckpointError when the folder is no
+        valid checkpoint or its tensors don't fit.
         """
         if hparams_file is not None:
             raise ValueError(
@@ -147,7 +150,9 @@ class MegatronModule(LightningModule, ABC):
                 parameter, shape, (0,) * len(shape), shape
             )
         with torch.no_grad():
-            return store.load(checkpoint_path, tensors, strict=strict, scope="model.")
+            return store.load(
+                checkpoint_path, tensors, strict=strict, scope="model.", process_group=ALONE
+            )
 
 
 def _constructor_arguments(objects: Mapping[str, Any]) -> dict[str, Any]:

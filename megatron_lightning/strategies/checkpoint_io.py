@@ -23,6 +23,7 @@ from megatron_lightning.checkpoint.parts import is_part
 from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.config.plan import ParameterInfo, canonical_name
 from megatron_lightning.runtime.boxes import box_of
+from megatron_lightning.strategies.whole_module import ALIASES, aliases
 from megatron_lightning.utils.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def save(
             "no options"
         )
     weights, objects = split(strategy, checkpoint)
-    tensors = tensors_to_save(strategy, weights, with_optimizer=GROUPS in objects)
+    tensors = shared_tensors(strategy, weights, with_optimizer=GROUPS in objects)
     metadata = {"global_step": checkpoint.get("global_step"), "layout": strategy.mesh.describe()}
     strategy.saves.save(filepath, tensors, objects, metadata, weights)
 
@@ -80,7 +81,22 @@ def split(
     update = strategy.update if "optimizer_states" in checkpoint else None
     if update is not None:
         objects[GROUPS] = [_hyper_parameters(one) for one in update.optimizers]
+    if further_names := aliases(strategy):
+        objects[ALIASES] = further_names
     return weights, objects
+
+
+def shared_tensors(
+    strategy: ModelStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
+) -> dict[str, Tensor]:
+    """What this rank adds to a checkpoint of all ranks: `tensors_to_save`, buffers from the first
+    data-parallel replica alone. Those of others differ (statistics of batch norm), and the next
+    forward pass replaces them by the first one's.
+    """
+    if strategy.mesh.dp_cp.rank != 0:
+        parameters = strategy.parallel_model.parameters
+        weights = {name: value for name, value in weights.items() if name in parameters}
+    return tensors_to_save(strategy, weights, with_optimizer=with_optimizer)
 
 
 def tensors_to_save(

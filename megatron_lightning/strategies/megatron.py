@@ -29,11 +29,13 @@ from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.runtime.metrics import log_published
 from megatron_lightning.runtime.step import StepResult
-from megatron_lightning.strategies import checkpoint_io, startup
+from megatron_lightning.strategies import _compat, checkpoint_io, startup, whole_module
 from megatron_lightning.strategies.model_strategy import ModelStrategy
 from megatron_lightning.strategies.trainer_checks import (
     evaluated_once,
 )
+
+_compat.read_folders_in_load_from_checkpoint(whole_module.is_folder, whole_module.read_folder)
 
 
 class MegatronStrategy(ModelStrategy):
@@ -191,7 +193,7 @@ class MegatronStrategy(ModelStrategy):
         return run
 
     def _tensors_of_checkpoint(self) -> Mapping[str, Tensor]:
-        return checkpoint_io.tensors_to_save(self, self.model_tensors(), with_optimizer=True)
+        return checkpoint_io.shared_tensors(self, self.model_tensors(), with_optimizer=True)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

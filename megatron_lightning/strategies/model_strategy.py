@@ -69,6 +69,8 @@ class ModelStrategy(MeshStrategy):
         self._sequence_dims = {**SEQUENCE_DIMS, **sequence_dims}
         self._parallel: ParallelModel | None = None
         self._cut_module: LightningModule | None = None
+        self.network_prefix = ""
+        """What names of the cut network's parameters begin with, e.g. "network."."""
         self._runner: StepRunner | None = None
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
@@ -172,6 +174,7 @@ class ModelStrategy(MeshStrategy):
         policy = self._megatron_precision().policy
         if self._parallel is None or self._cut_module is not module:
             self._cut_module = module
+            self.network_prefix = "" if target is None else f"{target.attribute}."
             self._parallel = parallelize(
                 module,
                 target,

@@ -3,13 +3,18 @@
 import inspect
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.fabric.utilities import cloud_io
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -254,3 +259,54 @@ def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     _compat.set_num_threads(2)
     assert torch.get_num_threads() == 1
+
+
+def test_what_model_checkpoint_asks_about_files(tmp_path: Path) -> None:
+    """It asks `file_exists` before it names a file, and links through `_link_checkpoint`."""
+    source = inspect.getsource(ModelCheckpoint)
+    for method in ("_get_metric_interpolated_filepath_name", "_save_last_checkpoint"):
+        assert "self.file_exists(" in inspect.getsource(getattr(ModelCheckpoint, method))
+    assert source.count("self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)")
+    callback = ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer = L.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
+    waiting: list[Any] = []
+    [undo] = _compat.show_pending(trainer, lambda path: path == "pending", waiting.append)
+    assert callback.file_exists("pending", trainer)
+    assert not callback.file_exists(str(tmp_path / "none"), trainer)
+    callback._link_checkpoint(trainer, "pending", str(tmp_path / "last.ckpt"))
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    waiting.pop()()
+    assert (tmp_path / "last.ckpt").is_symlink()
+    undo()
+    assert not callback.file_exists("pending", trainer)
+    assert not _compat.saves_training_state(trainer)
+    assert _compat.checkpoint_folders(trainer) == [str(tmp_path)]
+    assert _compat.epochs_done(trainer) == (0, 0)
+
+
+def test_folders_where_checkpoints_will_be(tmp_path: Path) -> None:
+    def folders(logger: Any) -> list[str]:
+        trainer = L.Trainer(
+            callbacks=[ModelCheckpoint()],
+            logger=logger,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+        )
+        return _compat.checkpoint_folders(trainer)
+
+    assert folders(False) == [str(tmp_path / "checkpoints")]
+    assert folders(CSVLogger(tmp_path)) == []  # a version that is new
+    named = CSVLogger(tmp_path, name="n", version="v")
+    assert folders(named) == [str(tmp_path / "n" / "v" / "checkpoints")]
+
+
+def test_load_from_checkpoint_reads_through_one_name() -> None:
+    """Lightning's function looks up `pl_load` in its own module, where ours stands."""
+    assert "pl_load(checkpoint_path" in inspect.getsource(saving._load_from_checkpoint)
+    before = saving.pl_load
+    try:
+        _compat.read_folders_in_load_from_checkpoint(lambda path: path == "x", lambda *_: {"a": 1})
+        assert saving.pl_load("x") == {"a": 1}
+        assert getattr(saving.pl_load, _compat._READS_FILES) is cloud_io._load
+    finally:
+        saving.pl_load = before
