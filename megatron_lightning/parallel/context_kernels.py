@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.context_cudnn import CudnnKernel, cudnn_fits
 from megatron_lightning.parallel.context_dense import CpuKernel, MathKernel
 from megatron_lightning.parallel.context_flash import MAX_HEAD_DIM, FlashKernel
 from megatron_lightning.parallel.context_plan import Band, Span
@@ -63,6 +64,8 @@ def choose_kernel(query: Tensor, value: Tensor, *, written_out: bool = False) ->
         return MathKernel()
     if query.device.type == "cpu":
         return CpuKernel()
+    if cudnn_fits(query, value):
+        return CudnnKernel()
     narrow = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
     if query.dtype in (torch.float16, torch.bfloat16) and narrow:
         return FlashKernel()

@@ -30,7 +30,7 @@ WARM_UP, SAVES, MAX_STEPS = 25, 4, 500
 most.
 """
 SMALL = GPTConfig(
-    vocab_size=512,
+    vocab_size=32768,  # as the tokens of the large one
     num_layers=4,
     hidden_size=256,
     num_attention_heads=8,

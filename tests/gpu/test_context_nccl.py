@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_lightning.config import ContextConfig
 from megatron_lightning.layers import Dropout, FusedAttention
 from megatron_lightning.parallel.context import apply_context_parallel
+from megatron_lightning.parallel.context_cudnn import CudnnKernel
 from megatron_lightning.parallel.context_dense import MathKernel
 from megatron_lightning.parallel.context_flash import FlashKernel
 from megatron_lightning.parallel.context_kernels import choose_kernel
@@ -44,18 +45,20 @@ LONG = 65_536
     [
         ([(256, 256)], CAUSAL),
         ([(128, 384), (256, 256), (40, 90)], CAUSAL),
+        ([(256, 256), (256, 256)], CAUSAL),
+        ([(128, 384), (128, 384)], FULL),
         ([(128, 384), (64, 10)], FULL),
         ([(128, 384), (64, 70)], Band(31, 0)),
         ([(128, 200)], Band(30, None)),
     ],
 )
-def test_flash_kernel(lengths: list[tuple[int, int]], band: Band, groups: int, v_dim: int) -> None:
+def test_fused_kernel(lengths: list[tuple[int, int]], band: Band, groups: int, v_dim: int) -> None:
     """Inside a rank, since a process that has touched CUDA can't be forked."""
-    [errors] = run_ranks(_flash_errors, 1, lengths, band, groups, v_dim, backend="nccl")
+    [errors] = run_ranks(_fused_errors, 1, lengths, band, groups, v_dim, backend="nccl")
     assert max(errors) < 1e-2
 
 
-def _flash_errors(
+def _fused_errors(
     rank: int, size: int, lengths: list[tuple[int, int]], band: Band, groups: int, v_dim: int
 ) -> list[float]:
     queries, keys = _spans([q for q, _ in lengths]), _spans([k for _, k in lengths])
@@ -67,13 +70,14 @@ def _flash_errors(
 
     query, key = normal(queries[-1][1], 8, 64), normal(keys[-1][1], groups, 64)
     value, grad = normal(keys[-1][1], groups, v_dim), normal(queries[-1][1], 8, v_dim)
-    assert isinstance(choose_kernel(query, value), FlashKernel)
+    kernel = choose_kernel(query, value)
+    assert isinstance(kernel, CudnnKernel if v_dim == 64 else FlashKernel)
     options = dict(queries=queries, keys=keys, scale=0.125, band=band)
     wide = [x.float() for x in (query, key, value)]
     expected = MathKernel().forward(*wide, **options)
     gradients = MathKernel().backward(grad.float(), *wide, *expected, **options)
-    output, log_sum = FlashKernel().forward(query, key, value, **options)
-    found = FlashKernel().backward(grad, query, key, value, output, log_sum, **options)
+    output, log_sum = kernel.forward(query, key, value, **options)
+    found = kernel.backward(grad, query, key, value, output, log_sum, **options)
     errors = []
     for got, want in zip((output, log_sum, *found), (*expected, *gradients), strict=True):
         assert got.shape == want.shape

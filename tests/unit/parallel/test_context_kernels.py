@@ -13,6 +13,7 @@ from megatron_lightning.parallel.context_attend import (
     forward_calls,
     zeros_like,
 )
+from megatron_lightning.parallel.context_cudnn import is_regular
 from megatron_lightning.parallel.context_dense import CpuKernel, MathKernel, band_mask
 from megatron_lightning.parallel.context_kernels import BlockKernel, choose_kernel
 from megatron_lightning.parallel.context_plan import CAUSAL, FULL, Band, Span, ring_calls
@@ -186,3 +187,18 @@ def test_math_kernel_works_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     again = MathKernel().backward(grad, q, k, v, *whole, **options)
     for one, other in zip((*whole, *gradients), (*sliced, *again), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "band", "regular"),
+    [
+        (((0, 128), (128, 256)), ((0, 128), (128, 256)), CAUSAL, True),
+        (((0, 128),), ((0, 384),), FULL, True),
+        (((128, 256),), ((0, 256),), CAUSAL, False),
+        (((0, 128), (128, 300)), ((0, 128), (128, 300)), CAUSAL, False),
+        (((0, 128),), ((0, 128),), Band(3, 0), False),
+        (((0, 1),), ((0, 1),), FULL, False),
+    ],
+)
+def test_calls_of_equal_sequences_are_regular(queries, keys, band, regular) -> None:
+    assert is_regular(queries, keys, band) is regular
