@@ -72,7 +72,9 @@ def fit_on_nodes(
     local = LocalCheckpointConfig(
         folder=str(node(folder, rank)), **{"every_n_steps": 2, **(options or {})}
     )
-    layout = run.layout | dict(checkpoint=CheckpointConfig(local=local))
+    layout = dict(run.layout)
+    background = layout.pop("asynchronous", False)
+    layout["checkpoint"] = CheckpointConfig(local=local, asynchronous=background)
     return fit(rank, world_size, replace(run, layout=layout), folder, None, resume, callbacks)
 
 
@@ -162,7 +164,7 @@ def nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "layout", "step"),
     [
-        (one_flipped_byte, RUN.layout, 4),
+        pytest.param(one_flipped_byte, RUN.layout, 4, marks=SLOW),
         pytest.param(nothing, RUN.layout, 4, marks=SLOW),
         pytest.param(both_damaged, RUN.layout, 3, marks=SLOW),
         pytest.param(no_manifest, RUN.layout, 3, marks=SLOW),
@@ -196,11 +198,23 @@ def test_a_certain_checkpoint_is_that_one_and_old_copies_go(killed: Path, tmp_pa
     assert {step for _, step in steps_of(node(str(tmp_path), 0))} <= {4, 5}
 
 
+@SLOW
 def test_few_are_kept(tmp_path: Path) -> None:
-    """Copies are whole, each rank has its own and its partner's, and old ones go."""
-    run = replace(RUN, trainer=dict(max_steps=12, limit_val_batches=1, val_check_interval=5))
+    """Copies are whole, each rank has its own and its partner's, and old ones go; beside background
+    saves.
+    """
+    layout = RUN.layout | dict(asynchronous=True)
+    run = replace(
+        RUN, layout=layout, trainer=dict(max_steps=12, limit_val_batches=1, val_check_interval=5)
+    )
     run_ranks_fresh(
-        fit_on_nodes, 2, replace(run, steps=12), str(tmp_path), None, (), dict(every_n_steps=1)
+        fit_on_nodes,
+        2,
+        replace(run, steps=12),
+        str(tmp_path),
+        None,
+        (saver(tmp_path),),
+        dict(every_n_steps=1),
     )
     for rank in (0, 1):
         found = copies_in(node(str(tmp_path), rank))

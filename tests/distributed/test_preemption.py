@@ -12,8 +12,8 @@ import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from megatron_lightning.checkpoint import load_metadata
-from megatron_lightning.config import DataParallelConfig
+from megatron_lightning.checkpoint import load_metadata, verify
+from megatron_lightning.config import CheckpointConfig, DataParallelConfig, RuntimeConfig
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, tiny_config
 from tests.preemption_runs import STEPS, Signal, assert_continues, fit
@@ -56,9 +56,7 @@ def test_in_the_middle_of_a_collective(layout: str, tmp_path: Path) -> None:
     assert_continues(whole, part, rest)
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=() if place == "due" else SLOW) for place in PLACES]
-)
+@pytest.mark.parametrize("place", [pytest.param(place, marks=SLOW) for place in PLACES])
 def test_at_any_place(place: str, tmp_path: Path) -> None:
     step, settings = PLACES[place]
     run = Run(config=CONFIG, layout=dict(tensor_parallel_size=2), steps=STEPS, trainer=settings)
@@ -78,13 +76,34 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     assert saved(tmp_path) == []
 
 
-def test_during_a_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=SLOW)])
+def test_during_a_save(background: bool, tmp_path: Path) -> None:
     """The save that is under way is finished, then comes a step, and its checkpoint."""
+    config = CheckpointConfig(asynchronous=background)
+    run = replace(TP2, layout=TP2.layout | dict(checkpoint=config))
     saver = ModelCheckpoint(tmp_path / "regular", filename="{step}", every_n_train_steps=2)
-    part = run_ranks_fresh(fit, 2, TP2, str(tmp_path), Signal("save", 1), None, (saver,))
+    part = run_ranks_fresh(fit, 2, run, str(tmp_path), Signal("save", 1), None, (saver,))
     assert {(rank["status"], rank["step"]) for rank in part} == {(143, 3)}
     assert saved(tmp_path / "regular") == ["step=2.ckpt"]
     assert saved(tmp_path) == ["hpc_ckpt_1.ckpt"]
+    verify(tmp_path / "regular" / "step=2.ckpt")
+    rest = run_ranks_fresh(fit, 2, run, str(tmp_path), None, "last", (saver,))
+    whole = run_ranks_fresh(fit, 2, TP2, str(tmp_path / "whole"))
+    assert_continues(whole, part, rest)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    run = replace(TP2, layout={})
+    (part,) = run_ranks_fresh(fit, 1, run, str(tmp_path), Signal("step", 0))
+    assert (part["status"], part["step"]) == (143, 3)
+    assert saved(tmp_path) == ["hpc_ckpt_1.ckpt"]
+
+
+def test_saving_can_be_left_out(tmp_path: Path) -> None:
+    run = replace(TP2, layout=dict(runtime=RuntimeConfig(save_on_preemption=False)))
+    (part,) = run_ranks_fresh(fit, 1, run, str(tmp_path), Signal("step", 0))
+    assert (part["status"], part["step"]) == (143, 3)
+    assert saved(tmp_path) == []
 
 
 @SLOW

@@ -84,7 +84,7 @@ def count_calls(rank: int, world_size: int, calls: int) -> None:
     fail_slowly(PP2, world_size, model)
 
 
-@pytest.mark.parametrize(("calls", "seeing"), [(0, 0), (2, 1)])
+@pytest.mark.parametrize(("calls", "seeing"), [(2, 1), pytest.param(0, 0, marks=pytest.mark.slow)])
 def test_calls_of_the_network_are_told_to_all_stages(
     calls: int, seeing: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +142,7 @@ def skip_network(rank: int, world_size: int) -> None:
     fail_slowly(run, world_size, model)
 
 
+@pytest.mark.slow
 def test_no_call_of_the_network_on_one_rank_of_a_sharded_model(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
