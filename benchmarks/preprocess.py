@@ -6,9 +6,9 @@ arrays of them and writes. Both sides have the same input, tokenizer and number 
 must write the same bytes. They run in turns, in this process, the corpus' digests and data card
 included on our side; loading the tokenizer counts on both.
 
-Input is what the Python files of this installation have: docstrings (prose), and source files cut at blank lines
-(code), each text once; the tokenizer is a byte-level BPE of 32,000 ids trained on a part of it. A
-word table gains from repeated words, so no text is repeated to make the input longer.
+Input is what the Python files of this installation have: docstrings (prose), and source files cut
+at blank lines (code), each text once; the tokenizer is a byte-level BPE of 32,000 ids trained on a
+part of it. A word table gains from repeated words, so no text is repeated to make it longer.
 
     python benchmarks/preprocess.py --workers 2 --rounds 5 --out results.json
 """

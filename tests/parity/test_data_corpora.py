@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lightning.data import IndexedDataset, IndexedDatasetWriter
+from megatron_lightning.data import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    PreprocessOptions,
+    open_files,
+    preprocess,
+)
 from tests.unit.data.corpora import build, digests, manifest
 
 VARIANTS = [(name, v) for name, entry in manifest().items() for v in entry["variants"]]
@@ -46,3 +52,19 @@ def test_megatron_files_are_read_and_rewritten_unchanged(
             writer.add_document(tokens[at : at + sum(lengths)], lengths)
             at += sum(lengths)
     assert digests(tmp_path / "again") == digests(prefix)
+
+
+@pytest.mark.parametrize("name", [name for name in manifest() if name != "exact"])
+def test_parts_and_workers_give_megatrons_files(golden: Path, tmp_path: Path, name: str) -> None:
+    folder = golden / "data" / "corpora" / name
+    for kind, source in (("doc", "text"), ("noeod", "text"), ("sent", "sentences")):
+        if f"{kind}_uint16" not in manifest()[name]["variants"]:
+            continue
+        expected = digests(folder / f"{kind}_uint16")
+        sources = open_files([folder / f"{source}.jsonl"], "jsonl", ["text"])
+        for workers, partitions in ((1, 5), (3, 1), (2, 2)):
+            options = PreprocessOptions(
+                append_eod=kind != "noeod", workers=workers, partitions=partitions
+            )
+            preprocess(sources, tmp_path / "out", "bytes", options)
+            assert digests(tmp_path / "out") == expected

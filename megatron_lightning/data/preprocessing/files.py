@@ -76,7 +76,7 @@ class _File:
         Raises:
             ValueError: the file is not the one any more that was opened.
         """
-        return [{"path": self.name, "bytes": self.size, "sha256": self._digest()}]
+        return [{"path": self.name, "bytes": self._found[0], "sha256": self._digest()}]
 
     def _digest(self) -> str:
         digest = file_digest(self.path)
@@ -151,7 +151,11 @@ class CompressedLineFile(_File):
 
 
 class TextFile(_File):
-    """A file that is one document; compressed or not."""
+    """A file that is one document, which may be empty; compressed or not."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.size = max(self.size, 1)  # so that it begins somewhere
 
     def blocks(self, begin: int, end: int) -> Iterator[Block]:
         """Yields the text if the beginning of the file is asked for."""

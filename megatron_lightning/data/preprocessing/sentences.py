@@ -65,7 +65,7 @@ def _ends_sentence(text: str, match: re.Match[str], start: int) -> bool:
     if word is None:
         return True
     before = word[0]
-    initial = len(before) == 1 and before.isalpha() and before.isupper() and before != "I"
+    initial = len(before) == 1 and before.isalpha() and before != "I"
     return not initial and _ABBREVIATION.fullmatch(before) is None
 
 

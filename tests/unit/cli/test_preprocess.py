@@ -74,6 +74,19 @@ def test_bad_lines_are_named_or_skipped(
         (["--train-tokenizer", "bpe", "--vocab-size", "9"], "vocab_size=9 must be at least 257"),
         (["--tokenizer", "/nowhere"], "no tokenizer file /nowhere"),
         (["--tokenizer", "bytes", "--workers", "0"], "workers=0 must be at least 1"),
+        (["--tokenizer", "bytes", "--partition", "2"], "--partition 2: give number and count"),
+        (
+            ["--tokenizer", "bytes", "--partition", "2/2"],
+            "partition=2 of 2 must be between 0 and 1",
+        ),
+        (["--tokenizer", "bytes", "--merge"], "merge needs the number of partitions"),
+        (["--tokenizer", "bytes", "--streaming"], "--streaming: belongs to --dataset"),
+        (["--tokenizer", "bytes", "--dataset", "x"], "FILE, --dataset: give one of them"),
+        (["--tokenizer", "bytes", "--keep-newlines"], "keep_newlines belongs to splitting"),
+        (
+            ["--train-tokenizer", "bpe", "--vocab-size", "300", "--partition", "0/2"],
+            "--train-tokenizer: all parts need the same tokenizer",
+        ),
         (["--tokenizer", "bytes", "--train-tokenizer", "bpe"], "not allowed with"),
         ([], "one of the arguments --tokenizer --train-tokenizer is required"),
     ],
@@ -90,6 +103,36 @@ def test_all_wrong_options_at_once(tmp_path: Path) -> None:
         preprocess.main(given)
     assert len(str(error.value).splitlines()) == 3
     assert f"{tmp_path}/a: there is no such file" in str(error.value)
+
+
+def test_several_keys_sentences_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lines = [{"meta": {"title": f"T{n}"}, "body": f"One {n}. Two {n}."} for n in range(9)]
+    for half in range(2):
+        content = "".join(json.dumps(line) + "\n" for line in lines[5 * half : 5 * half + 5])
+        (tmp_path / f"in{half}.jsonl").write_text(content)
+    given = [f"{tmp_path}/in*.jsonl", "--output-prefix", f"{tmp_path}/c", "--tokenizer", "bytes"]
+    given += ["--json-keys", "meta.title", "body", "--split-sentences", "--append-eod"]
+    for part in ("1/2", "0/2"):
+        preprocess.main([*given, "--partition", part])
+        assert "is finished" in capsys.readouterr().out
+    preprocess.main([*given, "--resume", "--partition", "0/3"])
+    with pytest.raises(UserError, match=r"lacks the parts 1, 2 of 3"):
+        preprocess.main([*given, "--partitions", "3", "--merge"])
+    preprocess.main([*given, "--partitions", "2", "--merge"])
+    assert "c_body_sentence.bin, .idx" in capsys.readouterr().out
+    assert tokens(tmp_path / "c_meta.title_sentence")[3] == [*b"T3", 256]
+    assert tokens(tmp_path / "c_body_sentence")[6:8] == [[*b"One 3."], [*b"Two 3.", 256]]
+
+
+def test_a_data_set_and_plain_text(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(tmp_path / "set")
+    given = ["--output-prefix", f"{tmp_path}/c", "--tokenizer", "bytes"]
+    preprocess.main(["--dataset", f"{tmp_path}/set", "--json-keys", "body", *given])
+    assert tokens(tmp_path / "c") == [[*TEXTS[0].encode()], [*TEXTS[2].encode()]]
+    (tmp_path / "a.text").write_text("one\ntwo\n")
+    preprocess.main([f"{tmp_path}/a.text", "--input-format", "text-lines", *given])
+    assert tokens(tmp_path / "c") == [[*b"one"], [*b"two"]]
 
 
 def test_inspect_corpus(

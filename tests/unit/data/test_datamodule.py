@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import lightning as L
@@ -293,6 +294,20 @@ def test_validate_explains_files_cards_and_layout(corpus: str, tmp_path: Path) -
     assert "belongs to another corpus" in size
     with pytest.raises(ValueError, match="belongs to another corpus"):
         fit(module(corpus), max_steps=1)
+
+
+def test_a_card_that_was_changed_or_special_tokens_that_were(corpus: str, tmp_path: Path) -> None:
+    card = json.loads(Path(f"{corpus}.card.json").read_text())
+    for change, message in (
+        ({"documents": 61}, "counts 61 documents and 60 sequences, which is an index of"),
+        ({"idx_bytes": 7}, f"{corpus}.idx has .* bytes, {corpus}.card.json describes 7"),
+        ({"card_version": 1}, "is no data card \\(version 1, known is 2\\)"),
+        ({"eod_id": 255}, "says the data was made with the special tokens {'eod': 256}, but"),
+        ({"special_ids": {"eod": 256, "pad": 3}}, "special tokens {'eod': 256, 'pad': 3}, but"),
+    ):
+        Path(f"{corpus}.card.json").write_text(json.dumps(card | change))
+        (error,) = module(corpus, tokenizer="bytes").validate()
+        assert re.search(message, error), error
 
 
 def test_vocabulary_comes_from_card_or_tokenizer(corpus: str, tmp_path: Path) -> None:
