@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_
+from megatron_lightning.parallel.flat import scale_tensors_
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 EPSILON = 1e-6
@@ -74,7 +75,7 @@ def clip_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None
     if tensors:
         scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        torch._foreach_mul_(tensors, scale.to(device=tensors[0].device, dtype=dtype))
+        scale_tensors_(tensors, scale.to(device=tensors[0].device, dtype=dtype))
 
 
 def clip_by_value(grads: Iterable[Tensor], max_value: float) -> None:

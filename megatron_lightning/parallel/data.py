@@ -28,6 +28,7 @@ from megatron_lightning.parallel.flat import (
     agree_on_received,
     is_tensor_partial,
     lay_out,
+    scale_tensors_,
     sum_gradients,
 )
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
@@ -234,8 +235,11 @@ class GradientBuckets:
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
         divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
         divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-        if self._buckets:  # one kernel for many; each alone would be slow with a divisor in memory
-            torch._foreach_div_([bucket.own for bucket in self._buckets], divisor)
+        own = [bucket.own for bucket in self._buckets]
+        if self._mesh.device.type == "cuda":
+            scale_tensors_(own, divisor.reciprocal())
+        elif own:
+            torch._foreach_div_(own, divisor)
 
     def publish(self, *, in_parameter_dtype: bool = False) -> None:
         """Make each parameter's `grad` its main gradient; None where no replica got one.
