@@ -136,11 +136,14 @@ def named_errors(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yields what `loader` yields. DataWorkerError when one of its processes ended."""
     try:
         yield from loader
-    except RuntimeError as error:
-        if "worker" not in str(error):
+    except (RuntimeError, OSError, EOFError) as error:
+        # torch says "worker ... is killed"; where the process dies while it hands over a tensor,
+        # the connection to it breaks. What the data set itself raised begins with "Caught".
+        lost = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
+        if loader.num_workers == 0 or not lost or str(error).startswith("Caught "):
             raise
         raise DataWorkerError(
-            f"a process that reads the training data ended: {error}. Nothing is lost: the order of "
+            f"a process that reads the data ended: {error}. Nothing is lost: the order of "
             "the samples does not depend on these processes, so a run that is resumed from its "
             "last checkpoint reads what this one would have. If memory ran out, lower "
             f"num_workers={loader.num_workers}"

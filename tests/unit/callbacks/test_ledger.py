@@ -175,7 +175,7 @@ def test_a_worker_that_is_killed(corpus: str, tmp_path: Path) -> None:
                 os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
     killed = Net()
-    with pytest.raises(RuntimeError, match="worker.*killed|process that reads"):
+    with pytest.raises(RuntimeError, match="worker.*killed|process that reads the data ended"):
         trainer(tmp_path, Kill()).fit(killed, data(corpus, num_workers=2))
     resumed = Net()
     trainer(tmp_path).fit(resumed, data(corpus, num_workers=1), ckpt_path=path)
