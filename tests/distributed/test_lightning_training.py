@@ -280,7 +280,8 @@ def profiled(case: Case) -> dict[str, Any]:
             name.replace(f"[Strategy]{ours}", theirs): len(times)
             for name, times in recorded.items()
             if ("training_step" in name or "optimizer_step" in name or "backward" in name)
-            and "RunGuard" not in name  # the strategy's own callback
+            and "RunGuard" not in name  # the strategy's own callbacks
+            and "Preemption" not in name
         }
     }
 
