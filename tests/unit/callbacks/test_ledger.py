@@ -1,6 +1,7 @@
 """`TokenLedger` in one process: entries, resume, batches that are not trained on, bad input."""
 
 import csv
+import gc
 import multiprocessing
 import os
 import signal
@@ -177,6 +178,8 @@ def test_a_worker_that_is_killed(corpus: str, tmp_path: Path) -> None:
     killed = Net()
     with pytest.raises(RuntimeError, match="worker.*killed|process that reads the data ended"):
         trainer(tmp_path, Kill()).fit(killed, data(corpus, num_workers=2))
+    gc.collect()  # ends the other process, which the traceback holds
+    assert not multiprocessing.active_children()
     resumed = Net()
     trainer(tmp_path).fit(resumed, data(corpus, num_workers=1), ckpt_path=path)
     assert killed.seen[:16] + resumed.seen == whole.seen

@@ -1,0 +1,68 @@
+"""Errors in the processes that read ahead: named when one is killed, as they are otherwise."""
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.data import GlobalBatchSampler, StatefulLoader
+from megatron_lightning.data.account import ACCOUNT
+from megatron_lightning.data.loader import DataWorkerError
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    gc.collect()  # tracebacks hold the iterators, whose end ends their processes
+    assert not multiprocessing.active_children()
+
+
+class Numbers:
+    """Sample i is i; sample 30 fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == 30 and self.error is not None:
+            raise self.error
+        return {"tokens": torch.full((8,), index), "loss_mask": torch.ones(8)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed(workers: int) -> None:
+    loader = StatefulLoader(Numbers(), GlobalBatchSampler(400, 2), num_workers=workers)
+    seen: list[int] = []
+
+    def read() -> None:
+        for batch in loader:
+            seen.extend(batch[ACCOUNT].sample_id.tolist())
+            if len(seen) == 20:
+                os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match="process that reads the data ended|worker.*killed"):
+        read()
+    state = loader.state_dict()
+    again = StatefulLoader(Numbers(), GlobalBatchSampler(400, 2), num_workers=0)
+    again.load_state_dict(state)
+    rest = [sample for batch in again for sample in batch[ACCOUNT].sample_id.tolist()]
+    assert seen[: state["consumed_samples"]] + rest == list(range(400))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError("worker out of ink"), FileNotFoundError("a.bin")])
+def test_errors_of_the_data_set_stay_what_they_are(workers: int, error: Exception) -> None:
+    loader = StatefulLoader(Numbers(error), GlobalBatchSampler(400, 2), num_workers=workers)
+    with pytest.raises(type(error), match=str(error)) as caught:
+        list(loader)
+    is_named = isinstance(caught.value, DataWorkerError)
+    del caught
+    assert not is_named
