@@ -120,6 +120,19 @@ class GPTModel(MegatronModule):
 
     # ------------------------------------------------------------------ steps
 
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids (B, S) -> logits (B, S, V) of the true vocabulary, or with labels the losses
+        (B, S) in float32; see `GPTNetwork`.
+        """
+        result = super().forward(tokens, position_ids, labels, cu_seqlens=cu_seqlens)
+        return result.transpose(0, 1) if labels is None else result  # (S, B, V) -> (B, S, V)
+
     def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(mean loss over the tokens that count, number of these tokens) of one micro-batch."""
         losses = self(
@@ -165,8 +178,7 @@ class GPTModel(MegatronModule):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Logits (B, S, V) of the true vocabulary."""
         cu_seqlens = batch.get("cu_seqlens")
-        logits = self(batch["tokens"], batch.get("position_ids"), cu_seqlens=cu_seqlens)
-        return logits.transpose(0, 1)  # (S, B, V) -> (B, S, V)
+        return self(batch["tokens"], batch.get("position_ids"), cu_seqlens=cu_seqlens)
 
     # ------------------------------------------------------------------ optimization
 

@@ -20,12 +20,15 @@ import megatron_lightning.checkpoint as store
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.config.plan import ParallelPlan, canonical_name
+from megatron_lightning.layers.given import ValueSource, give_values
 from megatron_lightning.layers.whole import materialise_whole
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
 TOKENIZER_DIGEST = "tokenizer_digest"
 """Attribute of a data module, and entry of a checkpoint: identity of the tokenizer."""
+SOURCE_RECORD = "source_record"
+"""Entry of a checkpoint: `MegatronModule.source_record`."""
 
 
 class MegatronModule(LightningModule, ABC):
@@ -37,6 +40,11 @@ class MegatronModule(LightningModule, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.network: nn.Module | None = None
+        self.initial_values: ValueSource | None = None
+        """Where the weights come from; None: they are drawn. Read when the network is built, each
+        rank its part."""
+        self.source_record: dict[str, Any] | None = None
+        """What an imported model was, for its export; kept in checkpoints. See `bridge`."""
 
     @abstractmethod
     def build_network(self, device: str | None = None) -> nn.Module:
@@ -51,6 +59,8 @@ class MegatronModule(LightningModule, ABC):
         if self.network is not None:
             return
         self.network = self.build_network("meta")
+        if self.initial_values is not None:
+            give_values(self.network, self.initial_values, f"{self.network_attribute}.")
         if not (
             self._trainer is not None
             and getattr(self.trainer.strategy, "materialises_networks", False)
@@ -102,6 +112,27 @@ class MegatronModule(LightningModule, ABC):
         digest = getattr(self.trainer.datamodule, TOKENIZER_DIGEST, None)  # type: ignore[attr-defined]
         if digest is not None:
             checkpoint[TOKENIZER_DIGEST] = digest
+        if self.source_record is not None:
+            checkpoint[SOURCE_RECORD] = self.source_record
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember what an imported model was."""
+        self.source_record = checkpoint.get(SOURCE_RECORD, self.source_record)
+
+    @classmethod
+    def from_hf(cls, path: str | Path, **options: Any) -> Self:
+        """Make the module of a Hugging Face model; see `bridge.from_hf`."""
+        from megatron_lightning.bridge import from_hf  # the one import upwards
+
+        return from_hf(path, model_class=cls, **options)
+
+    def save_hf(self, path: str | Path, **options: Any) -> None:
+        """Write the model as a folder that transformers loads; see `bridge.to_hf`. All ranks of a
+        layout call it.
+        """
+        from megatron_lightning.bridge import to_hf
+
+        to_hf(self, path, **options)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -126,6 +157,7 @@ class MegatronModule(LightningModule, ABC):
             )
         objects = store.load_objects(checkpoint_path, codec=CODEC)
         module = cls(**{**_constructor_arguments(objects), **kwargs})
+        module.source_record = objects.get(SOURCE_RECORD)
         module.configure_model()
         module.load_weights(checkpoint_path, strict=True if strict is None else strict)
         return module if map_location is None else module.to(map_location)

@@ -303,7 +303,7 @@ def first_loss(run: Run) -> float:
     """The smoothed loss with the initial weights, by torch, over the true vocabulary."""
     model, batch = GPTModel(run.config), global_batch(run, 0)
     with torch.no_grad():
-        logits = model(batch["tokens"]).transpose(0, 1).flatten(0, 1)  # (B S, V)
+        logits = model(batch["tokens"]).flatten(0, 1)  # (B S, V)
         losses = torch.nn.functional.cross_entropy(
             logits, batch["labels"].flatten(), reduction="none", label_smoothing=0.1
         )

@@ -343,7 +343,7 @@ class PlainLoss(GPTModel):
     """A user's step: the mean over labels that aren't ignored, not a number where there is none."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self(batch["tokens"], batch["position_ids"]).permute(1, 2, 0)  # (B, V, S)
+        logits = self(batch["tokens"], batch["position_ids"]).transpose(1, 2)  # (B, V, S)
         return torch.nn.functional.cross_entropy(logits, batch["labels"], ignore_index=-100)
 
 

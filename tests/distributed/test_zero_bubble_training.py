@@ -207,7 +207,7 @@ def predict(rank: int, world_size: int, layout: dict[str, Any]) -> Any:
 
     class Predicting(layout_runs.GPTModel):
         def predict_step(self, batch: Any, index: int) -> Any:
-            return {"logits": self(batch["tokens"]).transpose(0, 1)}
+            return {"logits": self(batch["tokens"])}
 
     class Data(layout_runs.Batches):
         def predict_dataloader(self) -> Any:

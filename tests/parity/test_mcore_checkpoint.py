@@ -47,7 +47,7 @@ def test_weights_logits_and_losses(name: str, tmp_path: Path) -> None:
     for key, value in case.state.items():
         assert torch.equal(state[key][tuple(slice(0, size) for size in value.shape)], value), key
     with torch.no_grad():
-        logits = model(case.tokens[0, 0]).transpose(0, 1)  # (S, B, V) -> (B, S, V)
+        logits = model(case.tokens[0, 0])
         losses = model(case.tokens[0, 0], labels=case.labels[0, 0])
     assert (logits - case.logits).abs().max() < 1e-4
     assert (losses - case.token_losses).abs().max() < 1e-4

@@ -1,0 +1,212 @@
+"""From a module in any layout to a folder that transformers loads.
+
+Nothing is gathered. All ranks compute the same places of all tensors in the files; then each writes
+the bytes of its own boxes there, replicas being shared out as in a checkpoint. The folder must be
+on a file system that all ranks see, and appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lightning.bridge.family import Family, difference
+from megatron_lightning.bridge.folder import COMPANIONS, CONFIG
+from megatron_lightning.bridge.hf import family_named, family_of
+from megatron_lightning.bridge.mapping import TensorMap, apply_rules
+from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES, FileSet, plan_files, write_json
+from megatron_lightning.bridge.record import SourceRecord
+from megatron_lightning.bridge.safetensors_files import DTYPES, write_box
+from megatron_lightning.bridge.source_config import SourceConfig
+from megatron_lightning.checkpoint import BoxedTensor
+from megatron_lightning.checkpoint.files import sync_folder
+from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
+from megatron_lightning.checkpoint.sharing import shares
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.plan import canonical_name
+from megatron_lightning.models import MegatronModule
+from megatron_lightning.runtime.boxes import box_of
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+
+
+def to_hf(
+    module: MegatronModule,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    architecture: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Write the module's weights, config.json and tokenizer files to the new folder `path`.
+
+    Under a MegatronStrategy all ranks must call it, in or after a run of the Trainer; elsewhere the
+    module is whole, and one rank calls it. An imported model gets the names, dtypes and config that
+    it came with; `dtype` replaces all dtypes, `architecture` (a `model_type`) the choice of the
+    first that expresses the config. Files hold at most `max_shard_bytes` unless one tensor is
+    larger. `tokenizer`: folder whose tokenizer files are copied; by default that of the source.
+
+    ValueError when no architecture is this network, or `path` holds something already; on several
+    ranks as a CheckpointError on all of them.
+    """
+    path = Path(path)
+    boxes, together = _boxes(module)
+    ranks = RankGroup(None if together else ALONE)
+    config = module.config
+    if not isinstance(config, GPTConfig):
+        raise ValueError(f"{type(module).__name__}: its config is no GPTConfig")
+    record = None if module.source_record is None else SourceRecord.from_dict(module.source_record)
+    family, fields = _target(config, record, architecture)
+    prefix = f"{module.network_attribute}."
+    shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
+    table = apply_rules(family.rules(config), shapes)
+    boxes = {name.removeprefix(prefix): value for name, value in boxes.items()}
+    dtypes = _dtypes(table, boxes, record, dtype, ranks)
+    bare = record is not None and record.bare and family.model_type == record.config["model_type"]
+    names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
+    entries = {names[n]: (dtypes[n], shape) for n, shape in table.theirs.items()}
+    partial = ranks.broadcast("beginning an export", lambda: _begin(path))
+    files = plan_files(partial, entries, max_shard_bytes)
+    mine = shares(boxes, ranks)
+    try:
+        ranks.broadcast("laying out files", files.create)
+        ranks.gather("writing weights", lambda: _write(boxes, mine, table, names, files))
+        fields = _with_dtype(fields, dtypes, dtype is not None)
+        source = tokenizer if tokenizer is not None else (record.folder if record else None)
+        ranks.broadcast("ending an export", lambda: _finish(path, files, fields, source))
+    except BaseException:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _boxes(module: MegatronModule) -> tuple[dict[str, BoxedTensor], bool]:
+    """This rank's parts of the parameters by canonical name, and whether other ranks have some."""
+    strategy: Any = None if module._trainer is None else module.trainer.strategy
+    if strategy is None or not hasattr(strategy, "parallel_model") or module.network is None:
+        module.built_network()
+        whole = module.canonical_parameters()
+        return {n: BoxedTensor.of(parameter.detach()) for n, parameter in whole.items()}, False
+    if strategy.update is not None:
+        strategy.update.wait()
+    model = strategy.parallel_model
+    return {
+        canonical_name(name): BoxedTensor.of(box_of(parameter.detach(), model.table[name]))
+        for name, parameter in model.parameters.items()
+    }, True
+
+
+def _target(
+    config: GPTConfig, record: SourceRecord | None, architecture: str | None
+) -> tuple[Family, dict[str, Any]]:
+    """The architecture to write, and the fields of config.json."""
+    came_as = None if record is None else record.config["model_type"]
+    wanted = came_as if architecture is None else architecture
+    if record is not None and wanted == came_as:
+        family = family_named(wanted, "the imported model")
+        theirs = family.read(SourceConfig(record.config, "the config of the imported model"))
+        if difference(config, theirs) is None:
+            return family, dict(record.config)
+    family = family_of(config) if wanted is None else family_named(wanted, "architecture")
+    if (reason := family.expresses(config)) is not None:
+        raise ValueError(f"architecture={wanted!r} is not this network: {reason}")
+    kept = {} if record is None else record.config
+    tokens = {k: kept[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in kept}
+    return family, {**family.config_json(config), **tokens}
+
+
+def _with_dtype(
+    fields: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], asked: bool
+) -> dict[str, Any]:
+    """The fields of config.json with the dtype of most tensors; as they were imported if they name
+    one and none was asked for.
+    """
+    field = "dtype" if "dtype" in fields else "torch_dtype"
+    if field in fields and not asked:
+        return dict(fields)
+    held = list(dtypes.values())
+    return {**fields, field: _NAMES[max(set(held), key=held.count)]}
+
+
+def _dtypes(
+    table: TensorMap,
+    boxes: Mapping[str, BoxedTensor],
+    record: SourceRecord | None,
+    dtype: torch.dtype | None,
+    ranks: RankGroup,
+) -> dict[str, torch.dtype]:
+    """Dtype of each tensor there: asked for, as it came, or as it is."""
+    if dtype is not None and dtype not in _NAMES:
+        raise ValueError(f"dtype={dtype}: use one of {sorted(_NAMES.values())}")
+    if dtype is not None:
+        return dict.fromkeys(table.theirs, dtype)
+    if record is not None:
+        return {name: DTYPES[record.others.get(name, record.dtype)] for name in table.theirs}
+    held = {name: value.dtype for name, value in boxes.items()}
+    all_held: dict[str, torch.dtype] = {}
+    for one in ranks.gather("comparing dtypes", lambda: held):
+        all_held |= one
+    all_held = ranks.broadcast("comparing dtypes", lambda: all_held)
+    return {there: all_held[name] for name, entry in table.entries.items() for there in entry.names}
+
+
+def _begin(path: Path) -> Path:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} exists already; give a new folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    return partial
+
+
+def _write(
+    boxes: Mapping[str, BoxedTensor],
+    mine: Mapping[str, list[Any]],
+    table: TensorMap,
+    names: Mapping[str, str],
+    files: FileSet,
+) -> None:
+    """Write this rank's share."""
+    with files.opened() as descriptor_of:
+        for ours, share in mine.items():
+            entry = table.entries[ours]
+            for box in share:
+                view = boxes[ours].view_of(box)
+                for piece in entry.pieces:
+                    held = piece.cut(box)
+                    if held is None:
+                        continue
+                    stored = files.tensors[names[entry.names[piece.source]]]
+                    values = view[held.ours.shift(box.offsets, sign=-1).slices()]
+                    descriptor = descriptor_of(stored.file)
+                    write_box(descriptor, stored, held.theirs, held.to_theirs(values))
+
+
+def _finish(
+    path: Path, files: FileSet, fields: Mapping[str, Any], source: str | Path | None
+) -> None:
+    """Write what is small, and put the folder in place."""
+    folder = files.folder
+    files.write_index()
+    write_json(folder / CONFIG, fields)
+    for name in COMPANIONS if source is not None else ():
+        found = Path(source) / name  # type: ignore[arg-type] - not None here
+        if found.is_file():
+            shutil.copyfile(found, folder / name)
+    sync_folder(folder)
+    if path.is_dir():
+        path.rmdir()
+    os.replace(folder, path)
+    sync_folder(path.absolute().parent)

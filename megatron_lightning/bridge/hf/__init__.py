@@ -1,0 +1,21 @@
+"""One table for each architecture."""
+
+from megatron_lightning.bridge.hf.gpt2 import GPT2Family
+from megatron_lightning.bridge.hf.llama import LlamaFamily
+from megatron_lightning.bridge.hf.mistral import MistralFamily
+from megatron_lightning.bridge.hf.phi3 import Phi3Family
+from megatron_lightning.bridge.hf.qwen2 import Qwen2Family
+from megatron_lightning.bridge.hf.qwen3 import Qwen3Family
+from megatron_lightning.bridge.hf.registry import FAMILIES, family_named, family_of
+
+__all__ = [
+    "FAMILIES",
+    "GPT2Family",
+    "LlamaFamily",
+    "MistralFamily",
+    "Phi3Family",
+    "Qwen2Family",
+    "Qwen3Family",
+    "family_named",
+    "family_of",
+]
