@@ -102,12 +102,15 @@ class Saver:
         *,
         metadata: Mapping[str, Any],
         codec: Codec = PLAIN,
+        own: Mapping[str, Tensor] | None = None,
         state: Hashable = None,
         background: bool = False,
         steady: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """As `save` of this package; in the `background`, what went wrong is raised by `poll` or
         `finish`.
+
+        `own` are small tensors of this rank alone, under names of `RANDOM_STATES`.
 
         `state` stands for the values of the tensors: where it equals that of the save before, the
         data files get a second name instead of being written again. `steady` says which tensors
@@ -140,7 +143,8 @@ class Saver:
         extra = {} if mine is None else mine.tensors
         try:
             self.finish()
-            plan, table = self._plans.plan(tensors, extra, planner, writer, self._ranks)
+            reserved = {**extra, **(own or {})}
+            plan, table = self._plans.plan(tensors, reserved, planner, writer, self._ranks)
             if background:
                 staged = self._stager.stage(plan, planner, staging, steady, began)
                 self._pending = _Pending(
@@ -207,10 +211,10 @@ class Saver:
 
     # ------------------------------------------------------------------ in the background
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Plan for tensors that will be saved, and allocate host memory for them meanwhile."""
         planner = BoxSavePlanner()
-        plan, _ = self._plans.plan(tensors, {}, planner, _NoFolder(""), self._ranks)
+        plan, _ = self._plans.plan(tensors, own, planner, _NoFolder(""), self._ranks)
         self._stager.prepare([planner.resolve_data(item) for item in plan.items])
 
     def before_update(self) -> None:

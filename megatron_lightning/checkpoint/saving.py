@@ -31,6 +31,8 @@ from megatron_lightning.checkpoint.ranks import RankGroup
 from megatron_lightning.checkpoint.storage import DATA_FOLDER, BoxWriter, WrittenFile
 
 OBJECTS_FILE = "objects.json"
+RANDOM_STATES = OBJECT_TENSORS + "random/"
+"""Beginning of the names of tensors that each rank adds for itself and reads alone."""
 PLAIN = Codec()
 PathLike = str | os.PathLike[str]
 RankResult = tuple[list[WriteResult], WrittenFile | None]
@@ -124,7 +126,8 @@ class PlanCache:
         ranks: RankGroup,
     ) -> tuple[SavePlan, Metadata]:
         """Return this rank's plan and, on the first rank, the table for `writer.finish` (elsewhere
-        an empty one). `extra` are tensors taken out of the objects, with reserved names.
+        an empty one). `extra` are this rank's tensors with reserved names: on the first rank those
+        taken out of the objects, and on each its own.
         """
         signature: Hashable = None
 

@@ -43,6 +43,7 @@ from megatron_lightning.checkpoint.report import (
 from megatron_lightning.checkpoint.saving import (
     OBJECTS_FILE,
     PLAIN,
+    RANDOM_STATES,
     PathLike,
     boxed_tensors,
 )
@@ -100,7 +101,7 @@ def load_objects(path: PathLike, *, codec: Codec = PLAIN) -> dict[str, Any]:
     taken = {
         n: torch.empty(t.shape, dtype=t.dtype)
         for n, t in index.items()
-        if n.startswith(OBJECT_TENSORS)
+        if n.startswith(OBJECT_TENSORS) and not n.startswith(RANDOM_STATES)
     }
     _read(folder, index, {name: BoxedTensor.of(tensor) for name, tensor in taken.items()})
     return codec.decode(tree, taken, where=str(folder / OBJECTS_FILE))
@@ -147,7 +148,7 @@ def _read(folder: Path, index: Mapping[str, StoredTensor], tensors: dict[str, Bo
     for name, tensor in tensors.items():
         if planned[name] != sum(box.numel for box in tensor.boxes):
             raise CheckpointError(
-                f"{folder} has only a part of what this rank holds of {name!r}: it is a copy of what"
-                f" one rank held, for that rank and layout"
+                f"{folder} has only a part of what this rank holds of {name!r}: it is a copy of"
+                f" what one rank held, for that rank and layout"
             )
     reader.read_data(plan, planner).wait()

@@ -229,6 +229,12 @@ def epochs_done(trainer: Trainer) -> tuple[int, int]:
     return current.processed, current.completed
 
 
+def began_within_epoch(trainer: Trainer) -> bool:
+    """Before a training step: whether the epoch has had steps already."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return current.processed > 0
+
+
 def saves_training_state(trainer: Trainer) -> bool:
     """Whether a callback of Lightning will save more than weights."""
     found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]

@@ -23,6 +23,7 @@ from megatron_lightning.checkpoint.parts import is_part
 from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.config.plan import ParameterInfo, canonical_name
 from megatron_lightning.runtime.boxes import box_of
+from megatron_lightning.strategies import random_states
 from megatron_lightning.strategies.whole_module import ALIASES, aliases
 from megatron_lightning.utils.logging import get_logger, warn_once
 
@@ -67,7 +68,9 @@ def save(
     weights, objects = split(strategy, checkpoint)
     tensors = shared_tensors(strategy, weights, with_optimizer=GROUPS in objects)
     metadata = {"global_step": checkpoint.get("global_step"), "layout": strategy.mesh.describe()}
-    strategy.saves.save(filepath, tensors, objects, metadata, weights)
+    whole = GROUPS in objects
+    own = random_states.collect(strategy.mesh.rank, strategy.root_device) if whole else {}
+    strategy.saves.save(filepath, tensors, objects, metadata, weights, own)
 
 
 def split(
@@ -125,6 +128,9 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     if strategy.optimizers and groups is not None:
         _load_hyper_parameters(strategy.optimizers, groups, folder)
         _load_optimizer(strategy, folder)
+        strategy.generators.resume(
+            folder, strategy.mesh.rank, strategy.mesh.world_size, strategy.root_device
+        )
     elif strategy.update is not None:
         _masters_from_weights(strategy, strategy.update, folder)
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}

@@ -111,6 +111,7 @@ class MegatronStrategy(ModelStrategy):
         module = self.lightning_module
         assert module is not None
         assert self._window is not None
+        self.generators.before_step(module.trainer)
         if not module.automatic_optimization:
             return self._manual_training_step(batch, *args, **kwargs)
         assert self._update is not None

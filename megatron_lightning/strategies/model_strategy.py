@@ -35,6 +35,7 @@ from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.launchers import choose_launcher
 from megatron_lightning.strategies.local_copies import LocalCopies
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
+from megatron_lightning.strategies.random_states import Generators
 from megatron_lightning.strategies.readers import may_defer_gather
 from megatron_lightning.strategies.saves import Saves
 from megatron_lightning.strategies.signals import SAVED_STEP
@@ -75,6 +76,7 @@ class ModelStrategy(MeshStrategy):
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
         self._local: LocalCopies | None = None
+        self.generators = Generators()
         self.saves = Saves(self)
         """Saves of checkpoints, in the background if asked for."""
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.checkpoint import CheckpointError, Saver, SaveTimes
 from megatron_lightning.checkpoint.config_codec import CODEC
-from megatron_lightning.strategies import _compat
+from megatron_lightning.strategies import _compat, random_states
 from megatron_lightning.strategies.readers import changers
 from megatron_lightning.utils.logging import get_logger
 
@@ -84,9 +84,10 @@ class Saves:
         objects: Mapping[str, Any],
         metadata: Mapping[str, Any],
         weights: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
     ) -> None:
         """Save; in the background while a fit runs, if asked for. `weights` are those that the
-        tensors were made of.
+        tensors were made of, `own` what belongs to this rank alone.
         """
         fitting = self._is_fitting()
         self._get_saver().save(
@@ -95,6 +96,7 @@ class Saves:
             objects,
             metadata=metadata,
             codec=CODEC,
+            own=own,
             state=self._state_of(tensors, weights) if fitting else None,
             background=fitting and self._config.asynchronous,
             steady=self._is_steady,
@@ -149,7 +151,9 @@ class Saves:
         self._prepared = True
         trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
         if _compat.saves_training_state(trainer):
-            self._get_saver().prepare(collect())
+            strategy = self._strategy
+            own = random_states.collect(strategy.mesh.rank, strategy.root_device)
+            self._get_saver().prepare(collect(), own)
 
     def poll(self) -> None:
         """Between two steps: commit what all ranks have written. Raises CheckpointError on all

@@ -45,7 +45,7 @@ def make_trainer(run: Run, world_size: int, callbacks: list[L.Callback], **optio
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, dict(tensor_parallel_size=2)),
         pytest.param(
             4,
@@ -132,7 +132,10 @@ def fit_monitored(
     "options",
     [
         dict(filename="{step}", save_top_k=2, save_last=True),
-        dict(filename="best", save_top_k=2, save_last="link", save_weights_only=True),
+        pytest.param(
+            dict(filename="best", save_top_k=2, save_last="link", save_weights_only=True),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(dict(filename="x", save_top_k=-1), marks=pytest.mark.slow),
         pytest.param(dict(filename="{step}", save_top_k=1, save_last=True), marks=pytest.mark.slow),
     ],
