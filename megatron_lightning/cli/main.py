@@ -29,7 +29,7 @@ COMMANDS = {
     "validate": Command("trainer", "run the validation set once", True),
     "test": Command("trainer", "run the test set once", True),
     "predict": Command("trainer", "run predict_step over data", True),
-    "preprocess": Command("preprocess", "JSON lines to an indexed corpus, tokenizer included"),
+    "preprocess": Command("preprocess", "text to an indexed corpus, tokenizer included"),
     "data": Command("data", "look into corpora, merge and cut them"),
     "generate": Command("generate", "continue a prompt with the model of a checkpoint"),
     "inspect": Command("inspect", "say what is in a checkpoint or a corpus"),

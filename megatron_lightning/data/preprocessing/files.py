@@ -1,8 +1,8 @@
 """Sources that are files: lines (plain or compressed), whole texts, and Parquet tables.
 
-Every source has a length, in bytes, and gives what begins in any stretch of it. So inputs can be
-cut into parts at any place: a line, row group or file belongs to the part in which it begins.
-Compressed files, whole texts and empty files are not cut.
+Every source has a length, about in bytes, and gives what begins in any stretch of it. So inputs can
+be cut into parts at any place: a line, row group or file belongs to the part in which it begins.
+Compressed files and whole texts are not cut.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Source(Protocol):
 
     name: str
     size: int
-    """Length, in bytes or rows; only its proportion to other sources matters."""
+    """Length, about in bytes."""
 
     def blocks(self, begin: int, end: int) -> Iterator[Block]:
         """Yields what begins in this stretch of the source, in order.

@@ -49,12 +49,17 @@ class DatasetSource:
         self._data = _load(name)
         columns = columns_of(fields, self._data.column_names, self.name)
         self._data = self._data.select_columns(columns)
-        self.size = len(self._data)
+        self._rows = len(self._data)
+        self.size = max(int(self._data.data.nbytes), self._rows)
 
     def blocks(self, begin: int, end: int) -> Iterator[Block]:
-        """Yields the rows [begin, end)."""
-        rows = self._data.select(range(begin, min(end, self.size)))
-        yield from _row_blocks(rows, begin)
+        """Yields the rows that begin there, taking all rows to be of the same size."""
+        rows = range(self._row_at(begin), self._row_at(end))
+        yield from _row_blocks(self._data.select(rows), rows.start, self.size, self._rows)
+
+    def _row_at(self, position: int) -> int:
+        """Returns the first row that begins at a position or behind it."""
+        return -(-position * self._rows // max(self.size, 1))
 
     def place(self, begin: int, number: int) -> str:
         """Returns data set and row, counted from 0."""
@@ -73,7 +78,7 @@ class DatasetSource:
                 {"path": str(path), "bytes": path.stat().st_size, "sha256": file_digest(path)}
                 for path in files
             ]
-        entry = {"bytes": int(self._data.data.nbytes), "rows": self.size}
+        entry = {"bytes": int(self._data.data.nbytes), "rows": self._rows}
         return [_named(self._name) | entry | {"fingerprint": self.fingerprint(0, self.size)}]
 
 
@@ -94,7 +99,7 @@ class StreamedSource:
         """Yields all rows if the beginning is asked for."""
         if begin == 0:
             self._rows = 0
-            for block in _row_blocks(self._data, 0):
+            for block in _row_blocks(self._data, 0, 0, 1):  # its length is not known
                 self._rows += block.rows
                 yield block
 
@@ -153,11 +158,12 @@ def _load(name: DatasetName) -> Any:
     return data.with_format(None)  # plain Python values, whatever it was saved with
 
 
-def _row_blocks(data: Any, first: int) -> Iterator[TableBlock]:
+def _row_blocks(data: Any, first: int, size: int, total: int) -> Iterator[TableBlock]:
+    """Yields rows; each has `size / total` of the length of the source."""
     for batch in data.iter(_ROWS):
         columns = {key: list(values) for key, values in batch.items()}
         rows = len(next(iter(columns.values())))
-        yield TableBlock(columns, rows, first, rows)
+        yield TableBlock(columns, rows, first, size * rows // total)
         first += rows
 
 
