@@ -36,7 +36,7 @@ from megatron_lightning.checkpoint.parts import PART, PartPlan
 from megatron_lightning.checkpoint.saving import Objects, encode_objects
 from megatron_lightning.checkpoint.staging import Staged, Stager
 from megatron_lightning.config.validate import ConfigurationError
-from megatron_lightning.strategies import _compat, checkpoint_io
+from megatron_lightning.strategies import _compat, checkpoint_io, random_states
 from megatron_lightning.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class LocalCopies:
         tensors = checkpoint_io.tensors_to_save(strategy, weights, with_optimizer=True)
         metadata = {"global_step": step, PART: self._rank, "local_layout": self._layout}
         encoded = encode_objects(objects, metadata, CODEC)
-        plan = PartPlan({**tensors, **encoded.tensors})
+        own = random_states.collect(self._rank, strategy.root_device)
+        plan = PartPlan({**tensors, **encoded.tensors, **own})
         self._first = False
         path = own_path(self._folder, self._rank, step)
         staging = begin(path)
