@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_lightning.checkpoint import CheckpointError, load_metadata
-from megatron_lightning.checkpoint.convert import Conversion, convert, to_theirs
+from megatron_lightning.checkpoint import CheckpointError, list_tensors, load_metadata
+from megatron_lightning.checkpoint.convert import Conversion, convert, megatron_core, to_theirs
 from megatron_lightning.checkpoint.convert.lazy import LazyTensor
 from megatron_lightning.checkpoint.convert.megatron_core import gpt_rules, read_weights
 from megatron_lightning.cli.main import main
@@ -139,9 +139,34 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give one of them" in capsys.readouterr().err
 
 
-def test_a_name_without_a_rule_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_lightning.checkpoint.convert import megatron_core
+def test_float32_weights_are_the_masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distributed optimizer's masters (its form `fully_reshardable`) go by the same rules."""
 
+    def with_masters(folder: Path) -> Any:
+        found = read(folder)
+        weights = {
+            name: LazyTensor.held(tensor.whole().bfloat16())
+            for name, tensor in found.tensors.items()
+        }
+        masters = {f"optimizer.state.param.{name}": t for name, t in found.tensors.items()}
+        moments = {f"optimizer.state.exp_avg.{name}": t for name, t in found.tensors.items()}
+        return type(found)({**weights, **masters, **moments}, found.values, found.folder)
+
+    read = megatron_core.read_dcp
+    monkeypatch.setattr(megatron_core, "read_dcp", with_masters)
+    case = load_case("gpt_rope_swiglu")
+    how = Conversion(
+        allow_pickle=True, hyper_parameters={"config": case.config}, dtype=torch.float32
+    )
+    convert(source("gpt_rope_swiglu"), tmp_path / "new", how=how)
+    state = GPTModel.load_from_checkpoint(tmp_path / "new").built_network().state_dict()
+    for key, value in case.state.items():
+        assert torch.equal(state[key][tuple(slice(0, size) for size in value.shape)], value), key
+    kinds = {name.partition(".")[0] for name in list_tensors(tmp_path / "new")}
+    assert kinds == {"model"}
+
+
+def test_a_name_without_a_rule_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_another(folder: Path) -> Any:
         found = read(folder)
         extra = {"decoder.layers.0.mlp.router.weight": LazyTensor.held(torch.ones(2))}

@@ -13,14 +13,14 @@ import torch
 
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.checkpoint.convert import single_file
-from megatron_lightning.checkpoint.convert.content import MODEL, Content
+from megatron_lightning.checkpoint.convert.content import MASTER, MODEL, Content
 from megatron_lightning.checkpoint.convert.lightning_files import (
     META,
     GroupOf,
     read_lightning_file,
     read_lightning_folder,
 )
-from megatron_lightning.checkpoint.convert.megatron_core import read_weights
+from megatron_lightning.checkpoint.convert.megatron_core import read_model
 from megatron_lightning.checkpoint.convert.native import read_native, write_native
 from megatron_lightning.checkpoint.convert.torch_dcp import (
     TABLE,
@@ -182,7 +182,7 @@ def _read_megatron_core(source: Path, how: Conversion) -> Content:
     config = (how.hyper_parameters or {}).get("config")
     if not isinstance(config, GPTConfig):
         raise ValueError(f"config={config!r}: a checkpoint of Megatron-Core needs a GPTConfig")
-    renamed = read_weights(source, config)
+    renamed, masters = read_model(source, config)
     if renamed.left:
         more = f" and {len(renamed.left) - 5} more" if len(renamed.left) > 5 else ""
         raise CheckpointError(
@@ -190,8 +190,10 @@ def _read_megatron_core(source: Path, how: Conversion) -> Content:
             f"that the config describes"
         )
     tensors = {f"{MODEL}{_NETWORK}{name}": tensor for name, tensor in renamed.tensors.items()}
+    tensors |= {f"{MASTER}{_NETWORK}{name}": tensor for name, tensor in masters.items()}
     if config.tie_word_embeddings:
-        tensors.pop(f"{MODEL}{_NETWORK}output_layer.weight", None)
+        for kind in (MODEL, MASTER):
+            tensors.pop(f"{kind}{_NETWORK}output_layer.weight", None)
     return Content(origin=str(source), tensors=tensors, objects={}, metadata={})
 
 

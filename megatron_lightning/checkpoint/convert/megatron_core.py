@@ -33,6 +33,8 @@ IGNORED = (
     "opt_param_*",
 )
 """Names in a checkpoint that are no weights: state of kernels and generators, optimizers."""
+MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+"""What the float32 masters' names begin with, in the formats that keep them by parameter."""
 LAYER_NAMES = ("decoder.layers.{layer}.", "decoder.layers.")
 """Each layer by itself, and all of them stacked in one tensor."""
 _PREFIXES = ("", "model.", "module.", "model0.")
@@ -88,6 +90,20 @@ def gpt_rules(config: GPTConfig) -> list[Rule]:
 def read_weights(folder: Path, config: GPTConfig) -> Renamed:
     """Weights of a `torch_dist` checkpoint by the names of our network, not read yet."""
     return weights_of(read_dcp(folder), config)
+
+
+def read_model(folder: Path, config: GPTConfig) -> tuple[Renamed, dict[str, LazyTensor]]:
+    """Weights, and the float32 masters of those for which the optimizer has some."""
+    found = read_dcp(folder)
+    for prefix in MASTERS:
+        masters = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in found.tensors.items()
+            if name.startswith(prefix)
+        }
+        if masters:
+            return weights_of(found, config), to_ours(gpt_rules(config), masters).tensors
+    return weights_of(found, config), {}
 
 
 def weights_of(found: DcpFolder, config: GPTConfig) -> Renamed:
