@@ -1,10 +1,10 @@
 """From raw text to an indexed corpus with a data card."""
 
+from megatron_lightning.data.preprocessing.dataset_sources import DatasetName, open_dataset
 from megatron_lightning.data.preprocessing.options import PreprocessOptions
 from megatron_lightning.data.preprocessing.run import preprocess, preprocess_jsonl
 from megatron_lightning.data.preprocessing.sentences import split_sentences
 from megatron_lightning.data.preprocessing.sources import open_files
-from megatron_lightning.data.preprocessing.table_sources import DatasetName, open_dataset
 
 __all__ = [
     "DatasetName",

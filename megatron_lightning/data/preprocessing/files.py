@@ -1,4 +1,4 @@
-"""Sources that are files: lines (plain or compressed), whole texts, and Parquet tables.
+"""Sources that are files of text: lines, plain or compressed, and whole texts.
 
 Every source has a length, about in bytes, and gives what begins in any stretch of it. So inputs can
 be cut into parts at any place: a line, row group or file belongs to the part in which it begins.
@@ -7,7 +7,7 @@ Compressed files and whole texts are not cut.
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -17,12 +17,11 @@ from megatron_lightning.data.preprocessing.compressed import (
     is_compressed,
     unpack,
 )
-from megatron_lightning.data.preprocessing.records import Block, LineBlock, TableBlock, TextBlock
+from megatron_lightning.data.preprocessing.records import Block, LineBlock, TextBlock
 
 BLOCK_BYTES = 1 << 19
 """Text handed to a worker at a time."""
 LONGEST_LINE_BYTES = 1 << 30
-_ROWS = 256  # of a table, handed to a worker at a time
 _READ_BYTES = 16 << 20
 
 
@@ -54,7 +53,7 @@ class Source(Protocol):
         ...
 
 
-class _File:
+class LocalFile:
     """What all files have in common."""
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +84,7 @@ class _File:
         return digest
 
 
-class LineFile(_File):
+class LineFile(LocalFile):
     """A plain file with a document a line.
 
     Args:
@@ -126,7 +125,7 @@ class LineFile(_File):
         return digest.hexdigest()
 
 
-class CompressedLineFile(_File):
+class CompressedLineFile(LocalFile):
     """A gzip or Zstandard file with a document a line; it is read from its beginning."""
 
     def __init__(self, path: Path, *, json: bool) -> None:
@@ -150,7 +149,7 @@ class CompressedLineFile(_File):
             ) from error
 
 
-class TextFile(_File):
+class TextFile(LocalFile):
     """A file that is one document, which may be empty; compressed or not."""
 
     def __init__(self, path: Path) -> None:
@@ -169,77 +168,6 @@ class TextFile(_File):
                 yield TextBlock(file.read(), self.size)
         except damage_errors() as error:
             raise ValueError(f"{self.name}: it cannot be unpacked ({error})") from error
-
-
-class ParquetFile(_File):
-    """A Parquet table; a row group belongs to the part in which it begins.
-
-    Args:
-        path: the file.
-        fields: the fields that will be read, see `PreprocessOptions`.
-
-    Raises:
-        ValueError: it is no Parquet file, or lacks the column of a field.
-    """
-
-    def __init__(self, path: Path, fields: Sequence[str]) -> None:
-        super().__init__(path)
-        import pyarrow
-        from pyarrow import parquet
-
-        self._errors: tuple[type[Exception], ...] = (pyarrow.ArrowException, OSError)
-        try:
-            with parquet.ParquetFile(path) as table:
-                meta, schema = table.metadata, table.schema_arrow
-                rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        except self._errors as error:
-            raise ValueError(f"{path} is no Parquet file: {error}") from error
-        self._columns = columns_of(fields, schema.names, self.name)
-        self._first_rows = [sum(rows[:i]) for i in range(len(rows))]
-        self._rows = sum(rows)
-
-    def blocks(self, begin: int, end: int) -> Iterator[Block]:
-        """Yields the rows of the row groups that begin there."""
-        from pyarrow import parquet
-
-        groups = [
-            number
-            for number, first in enumerate(self._first_rows)
-            if begin <= self.size * first // max(self._rows, 1) < end
-        ]
-        at = self._first_rows[groups[0]] if groups else 0
-        try:
-            with parquet.ParquetFile(self.path) as table:
-                for batch in table.iter_batches(
-                    _ROWS, row_groups=groups, columns=self._columns, use_threads=False
-                ):
-                    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-                    yield TableBlock(
-                        columns, batch.num_rows, at, self.size * batch.num_rows // self._rows
-                    )
-                    at += batch.num_rows
-        except self._errors as error:
-            raise ValueError(
-                f"{self.name}: it cannot be read from row {at} on ({error})"
-            ) from error
-
-    def place(self, begin: int, number: int) -> str:
-        """Returns file and row, counted from 0."""
-        return f"{self.name}, row {number}"
-
-
-def columns_of(fields: Sequence[str], known: Sequence[str], name: str) -> list[str]:
-    """Returns the columns of a table that hold the fields: of the same name, or its first part.
-
-    Raises:
-        ValueError: there is no such column.
-    """
-    columns = [field if field in known else field.split(".")[0] for field in fields]
-    if missing := [f for f, column in zip(fields, columns, strict=True) if column not in known]:
-        raise ValueError(
-            f'{name} has no column for the field "{missing[0]}"; it has {", ".join(known)}'
-        )
-    return list(dict.fromkeys(columns))
 
 
 def _identity(path: Path) -> tuple[int, int]:

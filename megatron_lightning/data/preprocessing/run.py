@@ -1,20 +1,20 @@
 """Preprocessing as a whole: sources in, a corpus with its data card out."""
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 from megatron_lightning.data.card import DataCard
 from megatron_lightning.data.indexed import best_dtype
+from megatron_lightning.data.preprocessing.dataset_sources import StreamedSource
+from megatron_lightning.data.preprocessing.describe import Describing
 from megatron_lightning.data.preprocessing.encode import BlockEncoder, Encoded, Job
 from megatron_lightning.data.preprocessing.files import Source
 from megatron_lightning.data.preprocessing.options import PreprocessOptions
 from megatron_lightning.data.preprocessing.parts import Parts, common_arguments
 from megatron_lightning.data.preprocessing.progress import Progress
 from megatron_lightning.data.preprocessing.sources import PART_BYTES, Stretch, cut, open_files
-from megatron_lightning.data.preprocessing.table_sources import StreamedSource
 from megatron_lightning.data.preprocessing.workers import Workers
 from megatron_lightning.data.preprocessing.writer import (
     CorporaWriter,
@@ -160,7 +160,7 @@ class _Run:
         """Processes everything in one go."""
         skipped: list[str] = []
         with self._workers() as workers, self._writer(self._prefix) as writer:
-            describing = _Describing(self._sources)
+            describing = Describing(self._sources)
             self._process(workers, self._cuts[0], writer, skipped)
             self._progress.clear()
             return self._finish(writer, describing, skipped)
@@ -197,7 +197,7 @@ class _Run:
                 f"{self._parts.folder} lacks the parts {', '.join(map(str, missing[:20]))} of "
                 f"{len(self._cuts)}: make them with partition, or resume"
             )
-        describing = _Describing(self._sources)
+        describing = Describing(self._sources)
         skipped: list[str] = []
         with self._writer(self._prefix) as writer:
             for part in range(len(self._cuts)):
@@ -262,7 +262,7 @@ class _Run:
             self._progress.say(f"more are in {os.fspath(self._prefix)}.skipped.txt at the end")
 
     def _finish(
-        self, writer: CorporaWriter, describing: "_Describing", skipped: list[str]
+        self, writer: CorporaWriter, describing: "Describing", skipped: list[str]
     ) -> list[DataCard]:
         if writer.counts[0].documents == 0:
             names = ", ".join(source.name for source in self._sources)
@@ -282,33 +282,3 @@ class _Run:
         finished = writer.finish(cards)
         write_skipped(self._prefix, skipped)
         return finished
-
-
-class _Describing:
-    """Digests of the sources, computed beside the work (hashing does not hold the interpreter)."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self._found: dict[int, list[dict[str, Any]]] = {}
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._describe, daemon=True)
-        self._thread.start()
-
-    def _describe(self) -> None:
-        try:
-            for number, source in enumerate(self._sources):
-                if not isinstance(source, StreamedSource):  # which is known when it was read
-                    self._found[number] = source.describe()
-        except Exception as error:  # raised where the result is asked for
-            self._error = error
-
-    def result(self) -> list[dict[str, Any]]:
-        """Returns the entries of all sources, in order."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        entries = [
-            self._found[number] if number in self._found else source.describe()
-            for number, source in enumerate(self._sources)
-        ]
-        return [entry for found in entries for entry in found]

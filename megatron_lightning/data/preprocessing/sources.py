@@ -14,10 +14,11 @@ from megatron_lightning.data.preprocessing.compressed import (
 from megatron_lightning.data.preprocessing.files import (
     CompressedLineFile,
     LineFile,
-    ParquetFile,
     Source,
     TextFile,
 )
+from megatron_lightning.data.preprocessing.parquet_files import ParquetFile
+from megatron_lightning.data.preprocessing.records import Complaint, texts_of
 
 Format = Literal["auto", "jsonl", "parquet", "text", "text-lines"]
 PART_BYTES = 2 << 30
@@ -100,8 +101,6 @@ def cut(sources: Sequence[Source], parts: int) -> list[list[Stretch]]:
 
 def texts(sources: Sequence[Source], fields: Sequence[str]) -> Iterator[str]:
     """Yields all readable texts of all sources, to train a tokenizer on."""
-    from megatron_lightning.data.preprocessing.records import Complaint, texts_of
-
     for source in sources:
         for block in source.blocks(0, source.size):
             for _, record in block.records():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lightning.data.card import file_digest
-from megatron_lightning.data.preprocessing.files import columns_of
+from megatron_lightning.data.preprocessing.parquet_files import columns_of
 from megatron_lightning.data.preprocessing.records import Block, TableBlock
 
 _ROWS = 256  # handed to a worker at a time
