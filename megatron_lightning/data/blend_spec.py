@@ -6,12 +6,14 @@ A blend is one path; a list of paths; `{path: weight}`; Megatron's list `weight 
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lightning.data.blend import check_weights, parse_blend
 
-BlendLike = str | os.PathLike[str] | Sequence[str | float] | Mapping[str, float]
-SetsLike = BlendLike | Mapping[str, BlendLike]
+# In this order, and with Path in place of os.PathLike: config files take the first that fits.
+BlendLike = Mapping[str, float] | Sequence[str | float] | str | Path
+SetsLike = Mapping[str, float] | Mapping[str, BlendLike] | Sequence[str | float] | str | Path
 
 
 class Blend(NamedTuple):

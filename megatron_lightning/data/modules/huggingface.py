@@ -1,8 +1,8 @@
 """Training on data sets of the `datasets` library, without a corpus on disk."""
 
-import os
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -79,7 +79,7 @@ class HFDataModule(TokenDataModule):
         valid: Any = None,
         test: Any = None,
         split: str | None = None,
-        tokenizer: str | os.PathLike[str] | None = None,
+        tokenizer: str | Path | None = None,
         text_column: str = "text",
         tokens_column: str = "input_ids",
         append_eod: bool = True,
@@ -89,7 +89,7 @@ class HFDataModule(TokenDataModule):
         num_train_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
-        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
             seq_length,

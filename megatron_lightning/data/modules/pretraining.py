@@ -1,6 +1,5 @@
 """Pretraining data for a Lightning Trainer: indexed corpora in, batches of token samples out."""
 
-import os
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,7 +40,8 @@ class PretrainingDataModule(TokenDataModule):
 
     Args:
         paths: path of a `.bin`/`.idx` pair without suffix; a list of them; `{path: weight}`; or
-            `weight path weight path ...` as a list or one string. None with `mock_data`.
+            `weight path weight path ...` as a list or one string. None with `mock_data`, or "mock"
+            where a value must be given, as in config files.
         seq_length: tokens a sample.
         micro_batch_size: sequences per data-parallel rank per forward.
         global_batch_size: sequences per batch of all ranks together.
@@ -92,10 +92,10 @@ class PretrainingDataModule(TokenDataModule):
         num_train_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
-        tokenizer: str | os.PathLike[str] | None = None,
+        tokenizer: str | Path | None = None,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | Path | None = None,
         corpus_access: Access = "mmap",
         block_cache: BlockCache | None = None,
     ) -> None:
@@ -108,6 +108,7 @@ class PretrainingDataModule(TokenDataModule):
             seed=seed,
             num_workers=num_workers,
         )
+        paths = None if mock_data and paths == MOCK else paths
         self.mock_data, self.cache_dir = mock_data, cache_dir
         self.corpus_access: Access = corpus_access
         self.block_cache = block_cache

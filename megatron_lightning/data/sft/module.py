@@ -1,9 +1,9 @@
 """Supervised fine-tuning on chats, instructions or prompts with completions."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -89,7 +89,7 @@ class SFTDataModule(TokenDataModule):
         micro_batch_size: int,
         global_batch_size: int,
         *,
-        tokenizer: str | os.PathLike[str],
+        tokenizer: str | Path,
         valid: Data | None = None,
         test: Data | None = None,
         split: str | None = None,
@@ -103,7 +103,7 @@ class SFTDataModule(TokenDataModule):
         on_bad_example: OnBadExample = "fail",
         seed: int = 1234,
         num_workers: int = 0,
-        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
             seq_length, micro_batch_size, global_batch_size, seed=seed, num_workers=num_workers

@@ -13,7 +13,7 @@ from megatron_lightning.cli.errors import UserError
 from megatron_lightning.config import GPTConfig, RotaryConfig
 from megatron_lightning.config.training import OptimizerConfig
 from megatron_lightning.config.validate import ConfigurationError
-from megatron_lightning.data import preprocess_jsonl
+from megatron_lightning.data import PretrainingDataModule, preprocess_jsonl
 from megatron_lightning.models import GPTModel
 from tests.harness import run_ranks_fresh
 
@@ -123,6 +123,41 @@ def test_example_file_says_what_the_quickstart_runs() -> None:
     strategy = chosen.trainer.strategy.init_args
     assert strategy.tensor_parallel_size == layout.tensor
     assert strategy.pipeline_parallel_size == layout.pipeline
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("paths", "{a: 0.3, b: 2}", {"a": 0.3, "b": 2.0}),
+        ("paths", "[a, b]", ["a", "b"]),
+        ("paths", "[0.3, a, 2, b]", [0.3, "a", 2, "b"]),
+        ("paths", "0.3 a 2 b", "0.3 a 2 b"),
+        ("valid_paths", "{easy: a, hard: {b: 1, c: 2}}", {"easy": "a", "hard": {"b": 1, "c": 2}}),
+        ("valid_paths", "null", None),
+        ("cache_dir", "null", None),
+        ("tokenizer", "null", None),
+        ("rampup_batch_size", "[[0, 2], [40, 4]]", [[0, 2], [40, 4]]),
+    ],
+)
+def test_data_options_keep_their_form(folder: Path, name: str, text: str, value: Any) -> None:
+    """A mixture in a file, and on the command line, is a mixture and no path of this name."""
+    changed = folder / f"{name}.yaml"
+    changed.write_text(f"data: {{{name}: {text}}}\n")
+    both = ["--config", str(changed)], [f"--data.{name}", text]
+    for options in both:
+        parsed = parse(["fit", "--config", str(folder / "fit.yaml"), *options]).fit
+        assert parsed.data.init_args[name] == value
+
+
+def test_mock_data_in_a_config_file(folder: Path) -> None:
+    parsed = parse(
+        [
+            *("fit", "--config", str(folder / "fit.yaml")),
+            *("--data.paths", "mock", "--data.mock_data", "true"),
+        ]
+    ).fit.data.init_args
+    data = PretrainingDataModule(parsed.paths, parsed.seq_length, 1, 4, mock_data=parsed.mock_data)
+    assert (data.all_paths, data.validate()) == ([], [])
 
 
 def test_options_change_the_config_file(folder: Path) -> None:
