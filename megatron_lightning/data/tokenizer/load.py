@@ -10,7 +10,7 @@ from megatron_lightning.data.tokenizer.fast import FileTokenizer
 from megatron_lightning.data.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron_lightning.data.tokenizer.tiktoken_file import TiktokenTokenizer
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SUFFIXES = (".json", ".model", ".tiktoken")
 _FOLDER_FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -21,7 +21,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, eod_token: str | None = None
     Args:
         path: "bytes"; a file: `tokenizer.json` of the tokenizers library, a SentencePiece `.model`,
             or a `.tiktoken` file with its description beside it; a folder with a `tokenizer.json`
-            or `tokenizer.model`; or the id of a model on the Hugging Face hub.
+            or `tokenizer.model`; or ORGANISATION/MODEL on the Hugging Face hub.
         eod_token: the end-of-document token; None takes the one that the tokenizer itself names,
             see the classes.
 
@@ -35,10 +35,10 @@ def load_tokenizer(path: str | os.PathLike[str], *, eod_token: str | None = None
         return ByteTokenizer()
     file = tokenizer_file(path)
     if not file.is_file():
-        if Path(path).exists() or not _HUB_ID.fullmatch(name) or name.endswith(_SUFFIXES):
+        if not _may_be_on_hub(name):
             raise FileNotFoundError(
                 f"no tokenizer file {file}: give a tokenizer.json, a .model or .tiktoken file, a "
-                f'folder with one, the id of a model on the Hugging Face hub, or "{BYTES}"'
+                f'folder with one, ORGANISATION/MODEL of the Hugging Face hub, or "{BYTES}"'
             )
         return FileTokenizer(_from_hub(name), eod_token, name)
     if file.suffix == ".model":
@@ -46,6 +46,12 @@ def load_tokenizer(path: str | os.PathLike[str], *, eod_token: str | None = None
     if file.suffix == ".tiktoken":
         return TiktokenTokenizer(file, eod_token)
     return FileTokenizer(file, eod_token)
+
+
+def _may_be_on_hub(name: str) -> bool:
+    """Returns whether a name is ORGANISATION/MODEL and no mistyped path."""
+    looks_so = bool(_HUB_ID.fullmatch(name)) and not name.endswith(_SUFFIXES)
+    return looks_so and not Path(name).parent.exists()
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:

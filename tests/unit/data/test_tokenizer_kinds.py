@@ -198,3 +198,8 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (copy.name, copy.encode("abc")) == (tokenizer.name, tokenizer.encode("abc"))
     with pytest.raises(FileNotFoundError, match="no tokenizer file someone/else, and no"):
         load_tokenizer("someone/else")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for path in ("model", "someone/model.json", "folder/model"):  # mistyped paths
+        with pytest.raises(FileNotFoundError, match=f"no tokenizer file {path}: give"):
+            load_tokenizer(path)
