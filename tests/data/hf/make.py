@@ -1,0 +1,161 @@
+"""Makes the reference models of this folder with transformers, which the tests do without.
+
+python make.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+SIZES = dict(
+    vocab_size=35,
+    hidden_size=32,
+    intermediate_size=36,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    attention_dropout=0.0,
+)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, dict(head_dim=16, rope_parameters=LLAMA3)),
+    "mistral": (transformers.MistralConfig, dict(sliding_window=5, rope_parameters=ROPE)),
+    "qwen2": (
+        transformers.Qwen2Config,
+        dict(
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+            rope_parameters=YARN,
+        ),
+    ),
+    "qwen3": (transformers.Qwen3Config, dict(head_dim=8, rope_parameters=ROPE)),
+    "phi3": (
+        transformers.Phi3Config,
+        dict(
+            sliding_window=None,
+            original_max_position_embeddings=64,
+            rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "gpt2": (
+        transformers.GPT2Config,
+        dict(
+            vocab_size=35,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            n_inner=48,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+}
+
+
+def legacy(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config in the spelling of transformers 4.x."""
+    config = {**config, "torch_dtype": config["dtype"], "transformers_version": "4.51.3"}
+    del config["dtype"]
+    if "rope_parameters" in config:
+        rope = dict(config.pop("rope_parameters"))
+        config["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return config
+
+
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the next tokens."""
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+
+
+def make(name: str, folder: Path) -> None:
+    """Write one model and what it computes."""
+    kind, changes = MODELS[name]
+    config = kind(**({**SIZES, **changes} if name != "gpt2" else changes))
+    config.architectures = None
+    torch.manual_seed(sorted(MODELS).index(name) + 7)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            wide = 0.12 if parameter.dim() > 1 else 0.2
+            parameter.copy_(
+                torch.randn_like(parameter) * wide + float("norm" in key or "ln" in key)
+            )
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config_legacy.json").write_text(json.dumps(legacy(written), indent=2) + "\n")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    ids = torch.randint(3, 35, (2, 14))
+    labels = ids.clone()
+    labels[0, :3], labels[1, 9:] = -100, -100
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+        greedy = ids[:1, :6]
+        for _ in range(8):
+            greedy = torch.cat([greedy, model(greedy).logits[:, -1:].argmax(-1)], dim=1)
+    np.savez_compressed(
+        folder / "golden.npz",
+        input_ids=ids.numpy(),
+        labels=labels.numpy(),
+        logits=out.logits.numpy(),
+        hidden_states=torch.stack(out.hidden_states).numpy(),
+        greedy_ids=greedy.numpy(),
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    losses = []
+    for _ in range(8):
+        loss = shifted_loss(model(ids).logits, labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    meta = {
+        "transformers": transformers.__version__,
+        "loss": losses[0],
+        "train": {"losses": losses},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    for model_name in MODELS:
+        target = Path(sys.argv[1]) / model_name
+        target.mkdir(parents=True, exist_ok=True)
+        make(model_name, target)
