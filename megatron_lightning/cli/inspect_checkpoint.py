@@ -67,7 +67,7 @@ def checkpoint_rows(found: Mapping[str, Any], *, with_tensors: bool) -> Rows:
         members = [entry for name, entry in tensors.items() if name.startswith(f"{kind}.")]
         elements = sum(math.prod(entry["shape"]) for entry in members)
         dtypes = ", ".join(sorted({entry["dtype"] for entry in members}))
-        yield f"{kind} tensors", f"{len(members)}, {elements:,} elements, {dtypes}"
+        yield f"{kind} tensors", f"{len(members)} of {dtypes}, {elements:,} elements"
     yield "objects", ", ".join(found["objects"])
     for name, value in found["hyper_parameters"].items():
         if isinstance(value, Mapping):

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lightning import __version__
 from megatron_lightning.checkpoint import CheckpointError, is_checkpoint
+from megatron_lightning.checkpoint.preflight import read_tables
 from megatron_lightning.cli.errors import run_command
 from megatron_lightning.cli.main import main
 from megatron_lightning.data.tokenizer import train_byte_bpe
@@ -72,14 +73,14 @@ def test_inspect_as_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_flipped_byte_is_found_by_file_and_tensor(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (data,) = (copy / "data").iterdir()
-    flip(data, data.stat().st_size - 10)
+    name = "optimizer.0.exp_avg.network.decoder.layers.1.mlp.linear_fc2.weight"
+    stored = read_tables(copy).index[name].boxes[0]
+    flip(copy / stored.file, stored.start + 100)
     assert run(["inspect", str(copy)]) == 0  # tables only
     assert run(["inspect", str(copy), "--verify", "--json"]) == 2
     message = capsys.readouterr().err
     assert "data/rank_00000.bin is damaged" in message
-    assert "(in tensors " in message
-    assert ".network." in message
+    assert f"(in tensors {name} at [0, 0])" in message
     assert "Traceback" not in message
 
 
