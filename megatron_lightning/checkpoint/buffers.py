@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lightning.checkpoint.data_file import ALIGNMENT
+from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.utils.logging import warn_once
 
 CHUNK_BYTES = 2**30
@@ -48,7 +49,7 @@ class HostBuffers:
     def place(self, lengths: Sequence[int]) -> list[int]:
         """A position for each box of these lengths in bytes; boxes placed before are given up.
 
-        Raises OSError when there is not enough memory.
+        Raises CheckpointError when there is not enough memory.
         """
         for chunk in self._chunks:
             chunk.used = 0
@@ -85,9 +86,15 @@ class HostBuffers:
     def _grow(self, length: int) -> _Chunk:
         length += -length % mmap.ALLOCATIONGRANULARITY
         start = self._total
-        os.ftruncate(self.descriptor, start + length)
-        if hasattr(os, "posix_fallocate"):  # an error now instead of a crash when it is written
-            os.posix_fallocate(self.descriptor, start, length)
+        try:
+            os.ftruncate(self.descriptor, start + length)
+            if hasattr(os, "posix_fallocate"):  # an error now instead of a crash when it is written
+                os.posix_fallocate(self.descriptor, start, length)
+        except OSError as error:
+            raise CheckpointError(
+                f"host memory for saves in the background: {start + length} bytes can't be had on"
+                f" this rank ({error}); save with CheckpointConfig(asynchronous=False)"
+            ) from error
         self._total += length
         mapping = mmap.mmap(self.descriptor, length, offset=start)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)

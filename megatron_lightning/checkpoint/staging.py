@@ -87,7 +87,7 @@ class Stager:
         lengths = [_num_bytes(view) for view in views]
 
         def allocate() -> None:
-            with contextlib.suppress(OSError, RuntimeError):  # said when it is needed
+            with contextlib.suppress(RuntimeError):  # said when it is needed
                 buffers.place(lengths)
 
         self._preparing = threading.Thread(target=allocate, name="host memory", daemon=True)
@@ -177,6 +177,8 @@ class Stager:
         if self._process is not None:
             self._process.close()
             self._process = None
+        if self._stream is not None and not self._stream.query():
+            return  # copies hang with a run that failed; this memory goes with the process
         self._placed = None
         if self._buffers is not None:
             self._buffers.close()

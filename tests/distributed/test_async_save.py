@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,42 @@ def test_last_and_best_after_the_fit(tmp_path: Path) -> None:
         assert (best, steps) == (2, 5)
         assert metrics
         assert weight > 0
+
+
+# ---- what an earlier run left
+
+
+def fit_in_a_folder_left_behind(rank: int, world_size: int, folder: str) -> tuple[int, list[str]]:
+    run = small_run(steps=2)
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
+    make_trainer(run, world_size, [saver]).fit(GPTModel(run.config), Batches(run))
+    if rank == 0:
+        os.rename(f"{folder}/last.ckpt", f"{folder}/.staging-last.ckpt-00000000")
+        os.makedirs(f"{folder}/.staging-step=9.ckpt-00000000/data")
+        os.makedirs(f"{folder}/mine")
+    longer = small_run(steps=4)
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
+    began = Began()
+    trainer = make_trainer(longer, world_size, [began, saver])
+    time.sleep(0.5 * rank)
+    trainer.fit(GPTModel(longer.config), Batches(longer), ckpt_path="last")
+    trainer.strategy.remove_checkpoint(f"{folder}/mine")
+    return began.step, sorted(os.listdir(folder))
+
+
+class Began(L.Callback):
+    step = -1
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.step = trainer.global_step
+
+
+def test_a_fit_recovers_and_removes_nothing_of_others(tmp_path: Path) -> None:
+    """A complete staged folder is "last"; an incomplete one goes; a folder of the user's stays."""
+    for step, names in run_ranks_fresh(fit_in_a_folder_left_behind, 2, str(tmp_path)):
+        assert step == 2
+        assert names == ["last.ckpt", "mine"]
+    assert store.load_metadata(tmp_path / "last.ckpt")["global_step"] == 4
 
 
 # ---- errors and ends
