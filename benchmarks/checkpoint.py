@@ -44,7 +44,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 32000}
+SIZES = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 32000}
 SIDES = ("ours", "torch-dcp", "megatron-dp_reshardable", "megatron-fully_reshardable")
 RESHARDS = {"4 data ranks": (4, 1), "2 tensor ranks": (2, 2)}  # ranks, tensor size
 TENSOR = ("ours", "megatron-fully_reshardable")
