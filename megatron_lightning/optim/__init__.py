@@ -1,7 +1,7 @@
 """Optimizers, schedules and gradient clipping."""
 
 from megatron_lightning.optim.build import build_optimizer
-from megatron_lightning.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
+from megatron_lightning.optim.clip import clip_by_value, global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.local_parts import LocalParts
 from megatron_lightning.optim.schedules import (
@@ -11,6 +11,7 @@ from megatron_lightning.optim.schedules import (
     build_schedule,
 )
 from megatron_lightning.optim.shards import ParameterShards
+from megatron_lightning.utils.gradients import clip_by_norm
 
 __all__ = [
     "DistributedOptimizer",

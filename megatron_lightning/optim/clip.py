@@ -16,11 +16,8 @@ from torch import Tensor
 
 from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_
-from megatron_lightning.parallel.flat import scale_tensors_
 from megatron_lightning.parallel.mesh import ParallelMesh
 
-EPSILON = 1e-6
-"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 CPU_PIECE_ELEMENTS = 4096
 
 
@@ -65,17 +62,6 @@ def global_grad_norm(
             torch.maximum(total, expert_total) if math.isinf(norm_type) else total + expert_total
         )
     return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
-
-
-def clip_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale `grads` in place by min(1, max_norm / (norm + 1e-6)). A norm that isn't finite makes
-    them so too.
-    """
-    tensors = list(grads)
-    if tensors:
-        scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        scale_tensors_(tensors, scale.to(device=tensors[0].device, dtype=dtype))
 
 
 def clip_by_value(grads: Iterable[Tensor], max_value: float) -> None:

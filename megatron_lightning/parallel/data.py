@@ -28,10 +28,10 @@ from megatron_lightning.parallel.flat import (
     agree_on_received,
     is_tensor_partial,
     lay_out,
-    scale_tensors_,
     sum_gradients,
 )
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.utils.gradients import scale_tensors_
 
 BUCKET_ELEMENTS = 40_000_000
 """Default bucket size: large enough for the full bandwidth of a link, small enough to overlap."""

@@ -229,20 +229,3 @@ def sum_tensors(tensors: Sequence[Tensor], axis: MeshAxis) -> None:
     torch._foreach_copy_(
         list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
     )
-
-
-def scale_tensors_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one dtype and device in place by a 0-dim tensor.
-
-    On CUDA with the kernel that unscales gradients, which takes many tensors at once at the speed
-    of memory; torch's other products with a factor in memory take twice as long.
-    """
-    if not tensors:
-        return
-    first = tensors[0]
-    if first.is_cuda and first.dtype is torch.float32:
-        inverse = factor.to(device=first.device, dtype=torch.float32).reshape(1)
-        is_infinite = torch.zeros_like(inverse)  # not needed
-        torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), is_infinite, inverse)
-    else:
-        torch._foreach_mul_(list(tensors), factor)

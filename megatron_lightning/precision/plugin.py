@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from megatron_lightning.precision.policy import POLICIES, PrecisionPolicy, policy_for
+from megatron_lightning.utils.gradients import clip_by_norm
 
 GradNorm = Callable[[Optimizer], Tensor]
 
@@ -118,9 +118,8 @@ class MegatronPrecision(Precision):
         if self.grad_norm_fn is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
-        torch.nn.utils.clip_grads_with_norm_(
-            list(self.main_params(optimizer)), float(clip_val), self.grad_norm_fn(optimizer)
-        )
+        grads = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        clip_by_norm(grads, self.grad_norm_fn(optimizer), float(clip_val))
 
 
 def requested_precision() -> str | int | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.config import (
@@ -28,7 +29,7 @@ from tests.preemption_runs import STEPS, Signal, assert_continues, fit
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
 LAYOUTS: dict[str, dict[str, Any]] = {

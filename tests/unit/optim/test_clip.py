@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.config.plan import ParameterInfo, replicated
-from megatron_lightning.optim.clip import clip_by_norm, clip_by_value, global_grad_norm
+from megatron_lightning.optim import clip_by_norm, clip_by_value, global_grad_norm
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 

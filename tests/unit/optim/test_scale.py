@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lightning.parallel.flat import scale_tensors_
+from megatron_lightning.utils.gradients import scale_tensors_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
