@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         PipelineConfig,
         RuntimeConfig,
     )
-    from megatron_lightning.data import PretrainingDataModule, SFTDataModule
+    from megatron_lightning.data import HFDataModule, PretrainingDataModule, SFTDataModule
     from megatron_lightning.models import GPTModel
     from megatron_lightning.strategies import MegatronStrategy
 
@@ -28,6 +28,7 @@ __all__ = [
     "ContextConfig",
     "DataParallelConfig",
     "GPTModel",
+    "HFDataModule",
     "LocalCheckpointConfig",
     "MegatronStrategy",
     "ParallelConfig",
@@ -43,6 +44,7 @@ _PACKAGES = {
     "ContextConfig": "config",
     "DataParallelConfig": "config",
     "GPTModel": "models",
+    "HFDataModule": "data",
     "LocalCheckpointConfig": "config",
     "MegatronStrategy": "strategies",
     "ParallelConfig": "config",
