@@ -227,6 +227,7 @@ def main() -> None:
         "vocab_size": vocabulary,
         "results": results,
         "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),  # more than the cores: other work ran meanwhile
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,
