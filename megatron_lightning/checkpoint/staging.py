@@ -157,7 +157,7 @@ class Stager:
             current.wait_event(self._stream.record_event())
             for _, view, target in later:
                 target.copy_(view, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event(blocking=True)  # the thread that waits leaves the core free
             copied.record(self._stream)
         return copied, [(name, view, _version(view)) for name, view, _ in later]
 

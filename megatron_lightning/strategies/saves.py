@@ -136,7 +136,7 @@ class Saves:
             return False
         kind, _, rest = name.partition(".")
         if kind != "model":
-            return True
+            return kind in ("master", "optimizer")
         parameter = self._strategy.parallel_model.parameters.get(rest)
         return parameter is not None and parameter.requires_grad
 
