@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.bridge.family import Family, difference
+from megatron_lightning.bridge.family import TOKEN_FIELDS, Family, difference
 from megatron_lightning.bridge.folder import COMPANIONS, CONFIG
 from megatron_lightning.bridge.hf import family_named, family_of
 from megatron_lightning.bridge.mapping import TensorMap, apply_rules
@@ -78,9 +78,9 @@ def to_hf(
     names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
     entries = {names[n]: (dtypes[n], shape) for n, shape in table.theirs.items()}
     partial = ranks.broadcast("beginning an export", lambda: _begin(path))
-    files = plan_files(partial, entries, max_shard_bytes)
-    mine = shares(boxes, ranks)
     try:
+        files = plan_files(partial, entries, max_shard_bytes)
+        mine = shares(boxes, ranks)
         ranks.broadcast("laying out files", files.create)
         ranks.gather("writing weights", lambda: _write(boxes, mine, table, names, files))
         fields = _with_dtype(fields, dtypes, dtype is not None)
@@ -123,7 +123,7 @@ def _target(
     if (reason := family.expresses(config)) is not None:
         raise ValueError(f"architecture={wanted!r} is not this network: {reason}")
     kept = {} if record is None else record.config
-    tokens = {k: kept[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in kept}
+    tokens = {k: kept[k] for k in TOKEN_FIELDS if k in kept}
     return family, {**family.config_json(config), **tokens}
 
 

@@ -19,6 +19,8 @@ TRAINING_FIELDS = (
 )
 """Fields of a GPTConfig that change no logits of a given set of weights."""
 
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 class Family(ABC):
     """One architecture. Subclasses are tables: no state, no tensors."""
@@ -57,6 +59,7 @@ class Family(ABC):
             "model_type": self.model_type,
             **self.write(config),
             "initializer_range": config.init_method_std,
+            **dict.fromkeys(TOKEN_FIELDS),  # else a reader takes those of the published model
         }
 
     def expresses(self, config: GPTConfig) -> str | None:

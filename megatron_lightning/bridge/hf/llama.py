@@ -24,6 +24,9 @@ class LlamaFamily(Family):
     derives_head_dim: ClassVar[bool] = True
     """The format says: without head_dim it is hidden_size / num_attention_heads."""
 
+    rotates_part: ClassVar[bool] = False
+    """Whether a part of each head may stay unrotated."""
+
     def read(self, source: SourceConfig) -> GPTConfig:
         """See `Family.read`."""
         fields = {**self.common(source), **self.own(source)}
@@ -46,6 +49,12 @@ class LlamaFamily(Family):
         head_dim = source.get("head_dim") if self.derives_head_dim else source.need("head_dim")
         if head_dim is None and hidden % heads:
             raise source.refuse("num_attention_heads", f"does not divide hidden_size={hidden}")
+        rotary = source.rope()
+        if rotary.percent != 1 and not self.rotates_part:
+            raise ValueError(
+                f"{source.origin}: partial_rotary_factor={rotary.percent}: this architecture"
+                " rotates whole heads"
+            )
         groups = "num_key_value_heads"
         fields = {
             "vocab_size": source.need("vocab_size"),
@@ -60,7 +69,7 @@ class LlamaFamily(Family):
             "max_position_embeddings": source.need("max_position_embeddings"),
             "norm_epsilon": source.need("rms_norm_eps", (int, float)),
             "activation": source.activation("hidden_act"),
-            "rotary": source.rope(),
+            "rotary": rotary,
             "tie_word_embeddings": source.flag("tie_word_embeddings", False),
             "attention_dropout": source.number("attention_dropout", 0.0),
         }

@@ -18,6 +18,7 @@ class Phi3Family(LlamaFamily):
 
     model_type: ClassVar[str] = "phi3"
     architecture: ClassVar[str] = "Phi3ForCausalLM"
+    rotates_part: ClassVar[bool] = True
 
     def own(self, source: SourceConfig) -> dict[str, Any]:
         """The window, and dropout."""

@@ -1,0 +1,116 @@
+"""Forms move every element where an independent torch expression moves it, box by box, and back."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge import (
+    FAMILIES,
+    Form,
+    Fused,
+    PackedQKV,
+    Rule,
+    Same,
+    Stacked,
+    Transposed,
+    apply_rules,
+)
+from megatron_lightning.checkpoint import Box
+from megatron_lightning.config import GPTConfig
+from megatron_lightning.models import GPTModel
+
+HEADS, GROUPS, DIM, HIDDEN = 6, 2, 4, 5
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    parts = [x.unflatten(0, (GROUPS, -1, DIM)) for x in (query, key, value)]
+    return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def split(x: Tensor) -> list[Tensor]:
+    return list(x.split([HEADS * DIM, GROUPS * DIM, GROUPS * DIM]))
+
+
+QKV = PackedQKV(HEADS, GROUPS, DIM)
+ROWS = (HEADS + 2 * GROUPS) * DIM
+CASES = {
+    "same": (Same(), (4, 3), lambda x: x),
+    "stacked": (Stacked(2), (2, 4, 3), lambda a, b: torch.stack((a, b))),
+    "stacked bias": (Stacked(2), (2, 4), lambda a, b: torch.stack((a, b))),
+    "qkv": (QKV, (ROWS, HIDDEN), packed),
+    "qkv bias": (QKV, (ROWS,), packed),
+    "fused qkv": (Fused(QKV), (ROWS, HIDDEN), lambda x: packed(*split(x))),
+    "fused halves": (Fused(Stacked(2)), (2, 4, 3), lambda x: x.unflatten(0, (2, -1))),
+    "transposed": (Transposed(), (4, 3), lambda x: x.t()),
+    "transposed bias": (Transposed(), (4,), lambda x: x),
+    "gpt2": (Transposed(Fused(QKV)), (ROWS, HIDDEN), lambda x: packed(*split(x.t()))),
+    "gpt2 bias": (Transposed(Fused(QKV)), (ROWS,), lambda x: packed(*split(x))),
+}
+
+
+def gather(form: Form, box: Box, shape: tuple[int, ...], theirs: list[Tensor]) -> Tensor:
+    """The box of our tensor, put together from pieces."""
+    ours = torch.full(box.sizes, torch.nan)
+    for piece in form.pieces(shape):
+        held = piece.cut(box)
+        if held is not None:
+            place = held.ours.shift(box.offsets, sign=-1).slices()
+            assert ours[place].isnan().all(), "pieces overlap"
+            ours[place] = held.to_ours(theirs[held.source][held.theirs.slices()])
+    return ours
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_box_and_back(case: str) -> None:
+    form, shape, expression = CASES[case]
+    theirs = [torch.randn(s) for s in form.shapes(shape)]
+    whole = expression(*theirs)
+    assert tuple(whole.shape) == shape
+    assert torch.equal(gather(form, Box.whole(shape), shape, theirs), whole)
+    draw = random.Random(case)
+    for _ in range(20):
+        offsets = tuple(draw.randrange(size) for size in shape)
+        sizes = tuple(draw.randint(1, s - o) for s, o in zip(shape, offsets, strict=True))
+        box = Box(offsets, sizes)
+        assert torch.equal(gather(form, box, shape, theirs), whole[box.slices()])
+    back = [torch.full_like(tensor, torch.nan) for tensor in theirs]
+    for piece in form.pieces(shape):
+        back[piece.source][piece.theirs.slices()] = piece.to_theirs(whole[piece.ours.slices()])
+    assert all(torch.equal(a, b) for a, b in zip(back, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_tables_hold_every_parameter_of_their_networks(name: str, tied: bool) -> None:
+    family = FAMILIES[name]
+    gpt2 = name == "gpt2"
+    config = GPTConfig(
+        vocab_size=33,
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=4 if gpt2 else 2,
+        tie_word_embeddings=tied,
+        norm="layernorm" if gpt2 else "rmsnorm",
+        gated_linear_unit=not gpt2,
+        add_bias_linear=gpt2,
+        position_embedding="learned" if gpt2 else "rope",
+        activation="gelu_tanh" if gpt2 else "silu",
+        add_qkv_bias=name == "qwen2",
+        qk_layernorm=name == "qwen3",
+    )
+    assert family.expresses(config) is None
+    shapes = {n.removeprefix("network."): s for n, s in GPTModel(config).global_shapes().items()}
+    table = apply_rules(family.rules(config), shapes)
+    assert table.entries.keys() == shapes.keys()
+    assert sum(Box.whole(s).numel for s in table.theirs.values()) == config.num_parameters()
+
+
+def test_a_parameter_without_a_rule_is_named() -> None:
+    rules = [Rule("layers.{layer}.weight", "h.{layer}.w")]
+    table = apply_rules(rules, {"layers.11.weight": (2, 3)})
+    assert table.theirs == {"h.11.w": (2, 3)}
+    with pytest.raises(ValueError, match=r"no rule .*layers\.0\.bias"):
+        apply_rules(rules, {"layers.0.bias": (2,)})
