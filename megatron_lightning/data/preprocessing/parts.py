@@ -79,6 +79,19 @@ class Parts:
         """Removes the folder with all parts."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def refuse_others(self) -> None:
+        """Refuses to begin anew where there are finished parts, which may have taken days.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if any(self.folder.glob("*.json")):
+            raise ValueError(
+                f"{self.folder} holds finished parts of an earlier run: use them with resume or "
+                "merge, or delete the folder"
+            )
+        self.remove()
+
     def discard(self, part: int) -> None:
         """Removes the record of a part, which is made anew."""
         self._record_path(part).unlink(missing_ok=True)

@@ -144,7 +144,7 @@ class _Run:
         if len(self._cuts) == 1 and self._options.partition is None:
             return self._whole()
         if not self._options.resume and self._options.partition is None:
-            self._parts.remove()
+            self._parts.refuse_others()
         todo = [part for part in self._wanted if not self._is_finished(part)]
         with self._workers() as workers:
             for part in todo:

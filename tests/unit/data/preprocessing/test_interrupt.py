@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -49,21 +50,22 @@ def working(tmp_path: Path) -> bool:
     return any(path.stat().st_size > 0 for path in tmp_path.rglob("*.bin.*partial"))
 
 
-def test_one_part(tmp_path: Path) -> None:
-    for number, whom, expected in (
-        (signal.SIGINT, "group", 130),
-        (signal.SIGTERM, "process", 143),
-    ):
-        process = start(tmp_path, "--workers", "2")
-        wait_for(lambda: working(tmp_path))
-        children = psutil.Process(process.pid).children()
-        assert len(children) == 2
-        (os.killpg if whom == "group" else os.kill)(process.pid, number)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == expected, said
-        assert "Traceback" not in said
-        assert psutil.wait_procs(children, timeout=10)[1] == []
-        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+@pytest.mark.parametrize(
+    ("number", "kill", "status"),
+    [(signal.SIGINT, os.killpg, 130), (signal.SIGTERM, os.kill, 143)],
+    ids=["SIGINT to all", "SIGTERM to one"],
+)
+def test_one_part(tmp_path: Path, number: int, kill: Callable, status: int) -> None:
+    process = start(tmp_path, "--workers", "2")
+    wait_for(lambda: working(tmp_path))
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    kill(process.pid, number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == status, said
+    assert "Traceback" not in said
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.slow

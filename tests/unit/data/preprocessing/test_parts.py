@@ -85,6 +85,8 @@ def test_finished_parts_are_used_again(
     assert not any((tmp_path / name).exists() for name in NAMES)
     assert not list(tmp_path.rglob("*.partial"))
     inputs[1].write_text(good)
+    with pytest.raises(ValueError, match=r"out\.parts holds finished parts of an earlier run"):
+        run(inputs, tmp_path / "out", partitions=8)
     run(inputs, tmp_path / "out", partitions=8, resume=True)
     assert made[5:] == [5, 6, 7]
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
