@@ -95,17 +95,29 @@ def to_hf(
 def _boxes(module: MegatronModule) -> tuple[dict[str, BoxedTensor], bool]:
     """This rank's parts of the parameters by canonical name, and whether other ranks have some."""
     strategy: Any = None if module._trainer is None else module.trainer.strategy
-    if strategy is None or not hasattr(strategy, "parallel_model") or module.network is None:
+    model = _cut_model(strategy)
+    if model is None:
         module.built_network()
         whole = module.canonical_parameters()
         return {n: BoxedTensor.of(parameter.detach()) for n, parameter in whole.items()}, False
     if strategy.update is not None:
         strategy.update.wait()
-    model = strategy.parallel_model
     return {
         canonical_name(name): BoxedTensor.of(box_of(parameter.detach(), model.table[name]))
         for name, parameter in model.parameters.items()
     }, True
+
+
+def _cut_model(strategy: Any) -> Any:
+    """This rank's part of the model; None where no strategy of this package has cut it, as in the
+    process that started the ranks.
+    """
+    if not hasattr(type(strategy), "parallel_model"):
+        return None
+    try:
+        return strategy.parallel_model
+    except RuntimeError:
+        return None
 
 
 def _target(

@@ -38,7 +38,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 BLOCK = 16 * 2**20
 """Bytes in memory at once, beside the tensor that is filled or written."""
-_LONG_RUN = 4096
+_LONG_RUN = 512
 """Bytes from which on consecutive elements are read alone; gaps between shorter ones are read
 along."""
 _OPEN_FILES = 4

@@ -95,8 +95,8 @@ def test_networks_that_no_architecture_is(tmp_path: Path) -> None:
         model.save_hf(tmp_path / "x")
     with pytest.raises(ValueError, match="'llama' is not this network: .*qk_layernorm=True"):
         model.save_hf(tmp_path / "x", architecture="llama")
-    with pytest.raises(ValueError, match="model_type='lama' is unknown"):
-        model.save_hf(tmp_path / "x", architecture="lama")
+    with pytest.raises(ValueError, match="model_type='llaama' is unknown"):
+        model.save_hf(tmp_path / "x", architecture="llaama")
     assert not list(tmp_path.iterdir())
 
 
