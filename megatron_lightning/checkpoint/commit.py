@@ -16,6 +16,7 @@ import secrets
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,11 +50,16 @@ def begin(path: str | os.PathLike[str]) -> Path:
     return staging
 
 
-def publish(staging: Path, path: str | os.PathLike[str], manifest: Manifest) -> None:
+def publish(
+    staging: Path,
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    delete: Callable[[Path], None] | None = None,
+) -> None:
     """Write the manifest into the staged folder and put it in place as `path`.
 
     All files of the manifest must be on disk already. When this returns, the checkpoint survives a
-    power cut.
+    power cut. `delete` is given an older one, hidden by then, in place of deleting it here.
     """
     for name, entry in manifest.files.items():
         file = staging / name
@@ -68,7 +74,7 @@ def publish(staging: Path, path: str | os.PathLike[str], manifest: Manifest) -> 
     write_file(partial, manifest.to_json())
     os.rename(partial, staging / MANIFEST_FILE)
     sync_folder(staging)
-    _swap(staging, local_path(path).absolute())
+    _swap(staging, local_path(path).absolute(), delete or delete_folder)
 
 
 def discard(staging: Path) -> None:
@@ -76,13 +82,15 @@ def discard(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def remove(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint; it is hidden by a rename first, so that none is seen half deleted."""
+def remove(path: str | os.PathLike[str], delete: Callable[[Path], None] | None = None) -> None:
+    """Delete a checkpoint; it is hidden by a rename first, so that none is seen half deleted.
+    `delete` is given the hidden folder in place of deleting it here.
+    """
     target = local_path(path)
     hidden = _beside(target, "removing", secrets.token_hex(4))
     os.rename(target, hidden)
     sync_folder(target.parent)
-    _delete(hidden)
+    (delete or delete_folder)(hidden)
 
 
 def is_interrupted(folder: str | os.PathLike[str], beginning: str = "") -> bool:
@@ -104,7 +112,7 @@ def recover(folder: str | os.PathLike[str], beginning: str = "") -> list[str]:
     done: list[str] = []
     hidden = _hidden_folders(parent, beginning)
     for item in hidden["removing"]:
-        _delete(item.path)
+        delete_folder(item.path)
         done.append(f"finished the removal of {item.target}")
     staged = [
         (read_manifest(item.path).created_unix_ns, item)
@@ -113,7 +121,7 @@ def recover(folder: str | os.PathLike[str], beginning: str = "") -> list[str]:
     ]
     complete = {item.path for _, item in staged}
     for item in (item for item in hidden["staging"] if item.path not in complete):
-        _delete(item.path)
+        delete_folder(item.path)
         done.append(f"deleted an unfinished save of {item.target}")
     for created, item in sorted(staged, key=lambda pair: pair[0]):
         done.append(_finish(created, item))
@@ -122,7 +130,7 @@ def recover(folder: str | os.PathLike[str], beginning: str = "") -> list[str]:
             os.rename(item.path, item.target)
             done.append(f"put back {item.target}")
         else:
-            _delete(item.path)
+            delete_folder(item.path)
             done.append(f"finished the replacement of {item.target}")
     if done:
         sync_folder(parent)
@@ -147,13 +155,13 @@ def _hidden_folders(parent: Path, beginning: str) -> dict[str, list[_Hidden]]:
 def _finish(created: int, item: _Hidden) -> str:
     with contextlib.suppress(CheckpointError):
         if read_manifest(item.target).created_unix_ns >= created:
-            _delete(item.path)
+            delete_folder(item.path)
             return f"deleted a save of {item.target} older than the one in place"
-    _swap(item.path, item.target)
+    _swap(item.path, item.target, delete_folder)
     return f"finished the save of {item.target}"
 
 
-def _swap(staging: Path, target: Path) -> None:
+def _swap(staging: Path, target: Path, delete: Callable[[Path], None]) -> None:
     _check_replaceable(target)
     match = _HIDDEN.fullmatch(staging.name)
     assert match is not None
@@ -167,7 +175,7 @@ def _swap(staging: Path, target: Path) -> None:
         try:
             if exchanged:
                 os.rename(staging, older)
-            _delete(older)
+            delete(older)
         except OSError as error:  # the new checkpoint is in place; `recover` deletes the rest
             _log.warning("could not delete %s, which a newer checkpoint replaced: %s", older, error)
 
@@ -230,7 +238,8 @@ def _exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _delete(path: Path) -> None:
+def delete_folder(path: Path) -> None:
+    """Delete a hidden folder, or the link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -8,6 +8,7 @@ and what it replaces stays.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_lightning.checkpoint.boxes import Box
 from megatron_lightning.checkpoint.codec import Codec
-from megatron_lightning.checkpoint.commit import begin, discard
+from megatron_lightning.checkpoint.commit import begin, delete_folder, discard, remove
 from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.checkpoint.index import StoredBox
 from megatron_lightning.checkpoint.planner import BoxSavePlanner
@@ -74,7 +75,7 @@ class _Pending:
 
 class Saver:
     """All ranks of `process_group` (None: the world) call each method together, but for
-    `before_update`, `is_pending`, `abandon` and `close`.
+    `before_update`, `is_pending`, `after_commit`, `remove`, `abandon` and `close`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Saver:
         self._stager = Stager(device, pin_memory=pin_memory)
         self._pending: _Pending | None = None
         self._last: _Written | None = None
+        self._deletions: list[threading.Thread] = []
         self.times: SaveTimes | None = None
         """Of the last save that was committed."""
 
@@ -121,7 +123,7 @@ class Saver:
         if last is not None and state is not None:
             (same,) = self._ranks.minimum(last.state == state)
         if not same:
-            self.finish()
+            self._complete()
 
         def prepare() -> tuple[Path, bool]:
             prepared.append(encode_objects(objects, metadata, codec))
@@ -142,7 +144,7 @@ class Saver:
         planner, writer = BoxSavePlanner(), BoxWriter(staging)
         extra = {} if mine is None else mine.tensors
         try:
-            self.finish()
+            self._complete()
             reserved = {**extra, **(own or {})}
             plan, table = self._plans.plan(tensors, reserved, planner, writer, self._ranks)
             if background:
@@ -254,10 +256,18 @@ class Saver:
         job = self._pending.staged.job
         done, fine = self._ranks.minimum(not job.is_alive(), not job.failed)
         if done or not fine:
-            self.finish()
+            self._complete()
 
     def finish(self) -> None:
-        """Wait for the save that is under way and commit it; raises as `poll`."""
+        """Wait for the save that is under way, commit it and delete what it replaced; raises as
+        `poll`.
+        """
+        self._complete()
+        for thread in self._deletions:
+            thread.join()
+        self._deletions.clear()
+
+    def _complete(self) -> None:
         pending = self._pending
         if pending is None:
             return
@@ -269,7 +279,7 @@ class Saver:
             )
 
             def put_in_place() -> tuple[int, SaveTimes]:
-                created = _commit(pending, [result for result, _ in written])
+                created = _commit(pending, [r for r, _ in written], self._delete_later)
                 return created, _times(pending, written, time.monotonic() - began)
 
             created, self.times = ranks.broadcast("committing the checkpoint", put_in_place)
@@ -287,6 +297,17 @@ class Saver:
         self._log(self.times.describe() + names)
         for action in pending.afterwards:
             action()
+
+    def remove(self, path: Path, *, later: bool) -> None:
+        """Hide a checkpoint and delete it, now or in a thread. For one rank."""
+        remove(path, self._delete_later if later else None)
+
+    def _delete_later(self, folder: Path) -> None:
+        """Large files take long to delete, so a thread does; a fit's end waits for it."""
+        self._deletions = [thread for thread in self._deletions if thread.is_alive()]
+        thread = threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True)
+        self._deletions.append(thread)
+        thread.start()
 
     def abandon(self) -> None:
         """Give up the save that is under way, without a word to other ranks."""
@@ -330,13 +351,20 @@ def _rank_result(pending: _Pending) -> _Answer:
     return (results, written), (pending.stall_seconds, job.staging_seconds, answer["seconds"])
 
 
-def _commit(pending: _Pending, written: list[RankResult]) -> int:
+def _commit(pending: _Pending, written: list[RankResult], delete: Callable[[Path], None]) -> int:
     assert pending.objects is not None
-    created = commit(pending.path, pending.writer, pending.table, written, pending.objects)
+    created = commit(pending.path, pending.writer, pending.table, written, pending.objects, delete)
     for path, staging, objects in pending.linked:
         assert objects is not None
-        commit_linked(path, staging, pending.path, objects, created=created)
+        commit_linked(path, staging, pending.path, objects, created=created, delete=delete)
     return created
+
+
+def _delete(folder: Path) -> None:
+    try:
+        delete_folder(folder)
+    except OSError as error:  # `recover` deletes the rest
+        get_logger(__name__).warning("could not delete %s: %s", folder, error)
 
 
 def _times(pending: _Pending, answers: list[_Answer], commit_seconds: float) -> SaveTimes:

@@ -7,7 +7,7 @@ writes elsewhere (`saver.py`). `save` runs them one after the other.
 import json
 import os
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,12 @@ def boxed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, BoxedTensor]
 
 
 def commit(
-    path: PathLike, writer: BoxWriter, table: Metadata, written: list[RankResult], objects: Objects
+    path: PathLike,
+    writer: BoxWriter,
+    table: Metadata,
+    written: list[RankResult],
+    objects: Objects,
+    delete: Callable[[Path], None] | None = None,
 ) -> int:
     """On the first rank: write the tables and put the staged folder in place; returns when that
     was, in nanoseconds since 1970.
@@ -208,7 +213,7 @@ def commit(
     writer.finish(table, [results for results, _ in written])
     files = {file.file: FileEntry(file.size, file.crc32) for _, file in written if file is not None}
     files[METADATA_FILE] = entry_of((writer.folder / METADATA_FILE).read_bytes())
-    return commit_objects(path, writer.folder, files, objects)
+    return commit_objects(path, writer.folder, files, objects, delete)
 
 
 def can_link(source: Path, target: Path) -> bool:
@@ -226,7 +231,13 @@ def can_link(source: Path, target: Path) -> bool:
 
 
 def commit_linked(
-    path: PathLike, staging: Path, source: Path, objects: Objects, *, created: int
+    path: PathLike,
+    staging: Path,
+    source: Path,
+    objects: Objects,
+    *,
+    created: int,
+    delete: Callable[[Path], None] | None = None,
 ) -> None:
     """On the first rank: put a checkpoint in place that has the tensors of the one at `source`,
     which was committed at `created`.
@@ -241,19 +252,23 @@ def commit_linked(
     (staging / DATA_FOLDER).mkdir()
     for name in files:
         os.link(source / name, staging / name)
-    commit_objects(path, staging, files, objects)
+    commit_objects(path, staging, files, objects, delete)
 
 
 def commit_objects(
-    path: PathLike, staging: Path, files: dict[str, FileEntry], objects: Objects
+    path: PathLike,
+    staging: Path,
+    files: dict[str, FileEntry],
+    objects: Objects,
+    delete: Callable[[Path], None] | None = None,
 ) -> int:
     """Write the objects into a staged folder whose other `files` are complete, and put it in place
-    as `path`. Returns when that was, in nanoseconds since 1970.
+    as `path`. Returns when that was, in nanoseconds since 1970. `delete` as in `publish`.
     """
     write_file(staging / OBJECTS_FILE, objects.tree)
     files[OBJECTS_FILE] = entry_of(objects.tree)
     manifest = Manifest(files=files, metadata=objects.metadata)
-    publish(staging, path, manifest)
+    publish(staging, path, manifest, delete)
     return manifest.created_unix_ns
 
 

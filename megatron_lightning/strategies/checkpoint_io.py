@@ -162,14 +162,13 @@ def remove(strategy: ModelStrategy, filepath: Any) -> None:
     """Delete a checkpoint, on rank 0, once a save that is under way, which may replace it, is
     committed.
     """
-    strategy.saves.after_commit(lambda: _remove(strategy, Path(filepath)))
+    if strategy.is_global_zero:
+        strategy.saves.after_commit(lambda: _remove(strategy, Path(filepath)))
 
 
 def _remove(strategy: ModelStrategy, path: Path) -> None:
-    if not strategy.is_global_zero:
-        return
     if (path / MANIFEST_FILE).is_file():
-        store.remove(path)
+        strategy.saves.delete(path)
     elif path.is_dir():
         get_logger(__name__).warning("%s is not a checkpoint of this package; not removed", path)
     else:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Saves:
     """Made with the strategy; holds memory and a process only while a fit saves in the background.
 
-    All ranks call each method together, but for `before_update`.
+    All ranks call each method together, but for `before_update`, `after_commit` and `delete`.
     """
 
     def __init__(self, strategy: ModelStrategy) -> None:
@@ -178,6 +178,10 @@ class Saves:
             action()
         else:
             self._saver.after_commit(action)
+
+    def delete(self, path: Path) -> None:
+        """Delete a checkpoint, on the rank that calls this; beside training if saves are."""
+        self._get_saver().remove(path, later=self._config.asynchronous and self._is_fitting())
 
     def close(self, *, wait: bool) -> None:
         """End what runs beside a fit; a save that is under way is committed, or, without `wait`,
