@@ -52,7 +52,10 @@ def working(tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "kill", "status"),
-    [(signal.SIGINT, os.killpg, 130), (signal.SIGTERM, os.kill, 143)],
+    [
+        pytest.param(signal.SIGINT, os.killpg, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, os.kill, 143),
+    ],
     ids=["SIGINT to all", "SIGTERM to one"],
 )
 def test_one_part(tmp_path: Path, number: int, kill: Callable, status: int) -> None:
