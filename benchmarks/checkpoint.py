@@ -14,8 +14,8 @@ Each number is the median over the repetitions of the slowest rank, after one th
 - stall: time for which a background save holds up its caller, and until it is complete;
 - load: into the same layout; reshard: into 4 data ranks, and into 2 tensor ranks where it can be
   (under FSDP2 it would be another program). Files are in the page cache of the machine;
-- memory: growth of the largest resident size of a rank during the operation. Processes beside the
-  ranks are not in it.
+- memory: growth of the largest resident size of a rank during the operation, the largest of all
+  repetitions (the first one, which allocates, included). Processes beside the ranks are not in it.
 
 Megatron-Core's formats are `dp_reshardable` (fast, data ranks only) and `fully_reshardable`, which
 gathers to a rank; `fully_sharded_model_space` can't be saved by the versions that have these.
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="where checkpoints go (default: temporary)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--rank-of", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -83,7 +84,7 @@ def main() -> None:
         return
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for side in SIDES:
+        for side in options.sides:
             python = sys.executable
             if side.startswith("megatron"):
                 python = options.megatron_python
@@ -209,7 +210,8 @@ def save_and_load(state: Side, folder: Path, repetitions: int) -> dict[str, Any]
         begun = time.perf_counter()
         stalls.append(timed(lambda path=path, to=finish: to.append(state.start(path))))
         finish[0]()
-        totals.append({"seconds": slowest(time.perf_counter() - begun), "memory_bytes": 0})
+        seconds = slowest(time.perf_counter() - begun)
+        totals.append({"seconds": seconds, "cpu_seconds": 0.0, "memory_bytes": 0.0})
     loads = [timed(lambda: state.load(str(folder / "save0"))) for _ in range(repetitions + 1)]
     files = [file for file in (folder / "save0").rglob("*") if file.is_file()]
     return {
@@ -228,13 +230,23 @@ def load_only(state: Side, folder: Path, repetitions: int) -> dict[str, Any]:
 
 
 def timed(function: Callable[[], Any]) -> dict[str, float]:
-    """Seconds and growth of the peak of memory, each of the rank where it is largest."""
+    """Seconds, CPU seconds and growth of the peak of memory, each where it is largest."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
-    before, begun = peak_memory(), time.perf_counter()
+    before, cpu, begun = peak_memory(), cpu_seconds(), time.perf_counter()
     function()
     seconds = time.perf_counter() - begun
-    return {"seconds": slowest(seconds), "memory_bytes": slowest(peak_memory() - before)}
+    return {
+        "seconds": slowest(seconds),
+        "cpu_seconds": slowest(cpu_seconds() - cpu),
+        "memory_bytes": slowest(peak_memory() - before),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process, its threads, and the children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def slowest(value: float) -> float:
@@ -255,7 +267,8 @@ def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
         "seconds": round(statistics.median(seconds), 3),
         "all_seconds": [round(value, 3) for value in seconds],
         "first_seconds": round(samples[0]["seconds"], 3),
-        "memory_mib": round(max(sample["memory_bytes"] for sample in counted) / 2**20),
+        "cpu_seconds": round(statistics.median(sample["cpu_seconds"] for sample in counted), 3),
+        "memory_mib": round(max(sample["memory_bytes"] for sample in samples) / 2**20),
     }
 
 

@@ -2,8 +2,8 @@
 
 Megatron-Core wants CUDA in a few places. What is changed here: factories that ask for a CUDA
 device make CPU tensors, `.cuda()` and synchronisation do nothing, `Tensor.type()` says
-`torch.cuda...`, and the fallback Adam keeps its step count in the group, as Transformer Engine's
-and Apex' do.
+`torch.cuda...`, and loading the form `fully_reshardable` leaves alone the step count that torch's
+Adam has in its state, where those of Transformer Engine and Apex have none.
 """
 
 from __future__ import annotations
@@ -41,6 +41,20 @@ def _without_cuda() -> None:
     _OnCpu().__enter__()
 
 
+def _keep_steps() -> None:
+    """Torch's Adam counts steps in its state, where the loading of one form doesn't expect it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    own = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_(self: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        main = self.optimizer.param_groups[group]["params"][place]
+        own(self, parameter, {"step": self.optimizer.state[main]["step"], **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_
+
+
 class Megatron:
     """A GPT after one optimizer step, and ways to save and load it."""
 
@@ -55,6 +69,7 @@ class Megatron:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
+        _keep_steps()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
         config = TransformerConfig(
             num_layers=sizes["num_layers"],
@@ -86,9 +101,6 @@ class Megatron:
         for parameter in self.model.parameters():
             parameter.main_grad.normal_(std=1e-3)
         self.optimizer.step()
-        for inner in self.optimizer.chained_optimizers:
-            for state in inner.optimizer.state.values():
-                state.pop("step", None)
         self.metadata = {
             "distrib_optim_sharding_type": form,
             "non_homogeneous_layers": True,
