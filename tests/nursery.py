@@ -89,6 +89,9 @@ class Nursery:
 
     def stop(self) -> None:
         """End the nursery and with it all ranks."""
+        # In words: processes that pytest has forked may hold the connection open, too.
+        with contextlib.suppress(OSError):
+            self._control.send_bytes(pickle.dumps(("stop", None)))
         self._control.close()
         self._socket.close()
         os.waitpid(self.pid, 0)
@@ -106,6 +109,8 @@ def _nursery_main(control_socket: socket.socket, parent: int) -> None:
         try:
             command, argument = pickle.loads(control.recv_bytes())
         except (EOFError, ConnectionResetError):
+            break
+        if command == "stop":
             break
         if command == "spawn":
             _, fds, _, _ = socket.recv_fds(control_socket, 1, len(argument))

@@ -61,6 +61,7 @@ class StepTimeline(L.Callback):
             raise ValueError(f"every_n_steps={every_n_steps}: give at least 1.")
         self.every_n_steps = every_n_steps
         self.directory = directory
+        self._folder = Path()
         self.kernels = kernels
         self.reports: list[StepReport] = []
         """Of the steps watched so far, on rank 0; empty elsewhere."""
@@ -76,6 +77,8 @@ class StepTimeline(L.Callback):
                 f"StepTimeline with {type(trainer.strategy).__name__}: it reads the times of"
                 " MegatronStrategy; use that strategy, or leave the callback out"
             )
+        # Here, since Lightning asks rank 0 for its log directory by a broadcast.
+        self._folder = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
 
     @override
     def on_train_batch_start(
@@ -127,7 +130,7 @@ class StepTimeline(L.Callback):
             )
             self.reports.append(report)
             rank_zero_info(report.table())
-            self._write(report, Path(self.directory or trainer.log_dir or trainer.default_root_dir))
+            self._write(report)
 
     @override
     def on_exception(
@@ -169,9 +172,9 @@ class StepTimeline(L.Callback):
         dist.gather_object(own, everyone, dst=0, group=mesh.control_group)
         return None if everyone is None else tuple(everyone)
 
-    def _write(self, report: StepReport, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"timeline-step={report.step}.json"
+    def _write(self, report: StepReport) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"timeline-step={report.step}.json"
         path.write_text(json.dumps(report.chrome_trace()))
 
 

@@ -188,9 +188,10 @@ def watched(rank: int, world_size: int, directory: str) -> list[Any]:
         micro_batch_size=1,
         pipeline=PipelineConfig(schedule="zb-v", virtual_pipeline_size=2),
     )
-    callback = StepTimeline(2, directory=directory, kernels=True)
+    callback = StepTimeline(2, kernels=True)
     trainer = L.Trainer(
         accelerator="cpu",
+        default_root_dir=directory,
         devices=world_size,
         strategy=strategy,
         max_steps=run.steps,
