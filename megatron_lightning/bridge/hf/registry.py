@@ -26,7 +26,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By `model_type`. Of several that express a config the first is written."""
 _GEMMA = "norms with weight 1 + w, scaled embeddings, four norms a layer"
-_MISSING: Mapping[str, str] = {
+MISSING: Mapping[str, str] = {
     "bert": "bidirectional encoders",
     "bitnet": "ternary linear layers and norms inside attention and MLP",
     "deepseek_v3": "latent attention and experts",
@@ -55,10 +55,10 @@ def family_named(model_type: object, origin: str) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     known = f"supported are {sorted(FAMILIES)}"
-    if isinstance(model_type, str) and model_type in _MISSING:
+    if isinstance(model_type, str) and model_type in MISSING:
         raise ValueError(
             f"{origin}: model_type={model_type!r} needs parts that are not there yet:"
-            f" {_MISSING[model_type]}; {known}"
+            f" {MISSING[model_type]}; {known}"
         )
     raise ValueError(f"{origin}: model_type={model_type!r} is unknown; {known}")
 
