@@ -1,6 +1,6 @@
 """Models of other programs in and out: Hugging Face architectures by tables that read both ways."""
 
-from megatron_lightning.bridge.export import to_hf
+from megatron_lightning.bridge.export import ExportOptions, to_hf
 from megatron_lightning.bridge.hf import FAMILIES
 from megatron_lightning.bridge.load import from_hf
 from megatron_lightning.bridge.mapping import (
@@ -15,9 +15,11 @@ from megatron_lightning.bridge.mapping import (
     Transposed,
     apply_rules,
 )
+from megatron_lightning.bridge.native import export_checkpoint, import_checkpoint
 
 __all__ = [
     "FAMILIES",
+    "ExportOptions",
     "Form",
     "Fused",
     "PackedQKV",
@@ -28,6 +30,8 @@ __all__ = [
     "TensorMap",
     "Transposed",
     "apply_rules",
+    "export_checkpoint",
     "from_hf",
+    "import_checkpoint",
     "to_hf",
 ]

@@ -11,10 +11,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from megatron_lightning.bridge.family import TOKEN_FIELDS, Family, difference
 from megatron_lightning.bridge.folder import COMPANIONS, CONFIG
@@ -24,7 +26,7 @@ from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES, FileSet, plan
 from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import DTYPES, write_box
 from megatron_lightning.bridge.source_config import SourceConfig
-from megatron_lightning.checkpoint import BoxedTensor
+from megatron_lightning.checkpoint import Box, BoxedTensor
 from megatron_lightning.checkpoint.files import sync_folder
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.checkpoint.sharing import shares
@@ -39,6 +41,51 @@ _NAMES = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """See `to_hf`."""
+
+    dtype: torch.dtype | None = None
+    architecture: str | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    tokenizer: str | Path | None = None
+
+
+class Held(Protocol):
+    """Values of a network's parameters, by their names relative to it."""
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes of those that are here."""
+        ...
+
+    def share(self, ranks: RankGroup) -> Mapping[str, list[Box]]:
+        """The boxes that this rank writes; over all ranks each element once."""
+        ...
+
+    def values(self, name: str, box: Box) -> Tensor:
+        """Values of one of these boxes."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankBoxes:
+    """What a rank of a layout holds."""
+
+    boxes: Mapping[str, BoxedTensor]
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """See `Held`."""
+        return {name: value.dtype for name, value in self.boxes.items()}
+
+    def share(self, ranks: RankGroup) -> Mapping[str, list[Box]]:
+        """See `Held`."""
+        return shares(self.boxes, ranks)
+
+    def values(self, name: str, box: Box) -> Tensor:
+        """See `Held`."""
+        return self.boxes[name].view_of(box)
 
 
 def to_hf(
@@ -61,30 +108,43 @@ def to_hf(
     ValueError when no architecture is this network, or `path` holds something already; on several
     ranks as a CheckpointError on all of them.
     """
-    path = Path(path)
     boxes, together = _boxes(module)
-    ranks = RankGroup(None if together else ALONE)
+    prefix = f"{module.network_attribute}."
+    held = RankBoxes({name.removeprefix(prefix): value for name, value in boxes.items()})
+    options = ExportOptions(
+        dtype=dtype,
+        architecture=architecture,
+        max_shard_bytes=max_shard_bytes,
+        tokenizer=tokenizer,
+    )
+    export(module, held, Path(path), options, RankGroup(None if together else ALONE))
+
+
+def export(
+    module: MegatronModule, held: Held, path: Path, options: ExportOptions, ranks: RankGroup
+) -> None:
+    """Write the values that all ranks hold together as the model that `module` is; see `to_hf`."""
     config = module.config
     if not isinstance(config, GPTConfig):
         raise ValueError(f"{type(module).__name__}: its config is no GPTConfig")
     record = None if module.source_record is None else SourceRecord.from_dict(module.source_record)
-    family, fields = _target(config, record, architecture)
+    family, fields = _target(config, record, options.architecture)
     prefix = f"{module.network_attribute}."
     shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
     table = apply_rules(family.rules(config), shapes)
-    boxes = {name.removeprefix(prefix): value for name, value in boxes.items()}
-    dtypes = _dtypes(table, boxes, record, dtype, ranks)
+    dtypes = _dtypes(table, held, record, options.dtype, ranks)
     bare = record is not None and record.bare and family.model_type == record.config["model_type"]
     names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
     entries = {names[n]: (dtypes[n], shape) for n, shape in table.theirs.items()}
     partial = ranks.broadcast("beginning an export", lambda: _begin(path))
     try:
-        files = plan_files(partial, entries, max_shard_bytes)
-        mine = shares(boxes, ranks)
+        files = plan_files(partial, entries, options.max_shard_bytes)
+        mine = held.share(ranks)
         ranks.broadcast("laying out files", files.create)
-        ranks.gather("writing weights", lambda: _write(boxes, mine, table, names, files))
-        fields = _with_dtype(fields, dtypes, dtype is not None)
-        source = tokenizer if tokenizer is not None else (record.folder if record else None)
+        ranks.gather("writing weights", lambda: _write(held, mine, table, names, files))
+        fields = _with_dtype(fields, dtypes, options.dtype is not None)
+        source = options.tokenizer
+        source = record.folder if source is None and record is not None else source
         ranks.broadcast("ending an export", lambda: _finish(path, files, fields, source))
     except BaseException:
         if ranks.is_first:
@@ -154,7 +214,7 @@ def _with_dtype(
 
 def _dtypes(
     table: TensorMap,
-    boxes: Mapping[str, BoxedTensor],
+    held: Held,
     record: SourceRecord | None,
     dtype: torch.dtype | None,
     ranks: RankGroup,
@@ -166,9 +226,8 @@ def _dtypes(
         return dict.fromkeys(table.theirs, dtype)
     if record is not None:
         return {name: DTYPES[record.others.get(name, record.dtype)] for name in table.theirs}
-    held = {name: value.dtype for name, value in boxes.items()}
     all_held: dict[str, torch.dtype] = {}
-    for one in ranks.gather("comparing dtypes", lambda: held):
+    for one in ranks.gather("comparing dtypes", held.dtypes):
         all_held |= one
     all_held = ranks.broadcast("comparing dtypes", lambda: all_held)
     return {there: all_held[name] for name, entry in table.entries.items() for there in entry.names}
@@ -184,8 +243,8 @@ def _begin(path: Path) -> Path:
 
 
 def _write(
-    boxes: Mapping[str, BoxedTensor],
-    mine: Mapping[str, list[Any]],
+    held: Held,
+    mine: Mapping[str, list[Box]],
     table: TensorMap,
     names: Mapping[str, str],
     files: FileSet,
@@ -195,15 +254,12 @@ def _write(
         for ours, share in mine.items():
             entry = table.entries[ours]
             for box in share:
-                view = boxes[ours].view_of(box)
-                for piece in entry.pieces:
-                    held = piece.cut(box)
-                    if held is None:
-                        continue
+                whole = held.values(ours, box)
+                for piece in (part for p in entry.pieces if (part := p.cut(box)) is not None):
                     stored = files.tensors[names[entry.names[piece.source]]]
-                    values = view[held.ours.shift(box.offsets, sign=-1).slices()]
+                    values = whole[piece.ours.shift(box.offsets, sign=-1).slices()]
                     descriptor = descriptor_of(stored.file)
-                    write_box(descriptor, stored, held.theirs, held.to_theirs(values))
+                    write_box(descriptor, stored, piece.theirs, piece.to_theirs(values))
 
 
 def _finish(

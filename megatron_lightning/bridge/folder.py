@@ -67,7 +67,12 @@ def _local(source: str | Path, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = [CONFIG, INDEX, "*.safetensors", *COMPANIONS]
-    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} is no folder here, and as an id it couldn't be had from the hub: {error}"
+        ) from error
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:

@@ -11,20 +11,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_lightning.cli import convert_huggingface
 from megatron_lightning.cli.errors import Parser, UserError, wrong_input
 
 if TYPE_CHECKING:
     from megatron_lightning.checkpoint.convert import Conversion
     from megatron_lightning.config.model import GPTConfig
 
-SOURCES = ("native", "safetensors", "torch-dcp", "megatron-core", "lightning")
-TARGETS = ("native", "safetensors", "torch-dcp")
+SOURCES = ("native", "safetensors", "torch-dcp", "megatron-core", "lightning", "huggingface")
+TARGETS = ("native", "safetensors", "torch-dcp", "huggingface")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: list[str]) -> None:
     """Convert and say what was written."""
     options = _parser().parse_args(arguments)
+    if convert_huggingface.concerns(options):
+        convert_huggingface.convert(options)
+        return
+    given = [n for n in convert_huggingface.EXPORT_ONLY if getattr(options, n) is not None]
+    if given:
+        raise UserError(f"--{given[0].replace('_', '-')}: only with --to huggingface")
     from megatron_lightning.checkpoint import CheckpointError
     from megatron_lightning.checkpoint.convert import convert
 
@@ -165,4 +172,5 @@ def _parser() -> Parser:
         action="store_true",
         help="read kinds that are made of pickles; nothing in them is run",
     )
+    convert_huggingface.add_options(parser)
     return parser

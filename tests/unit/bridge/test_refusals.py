@@ -213,3 +213,31 @@ def test_overrides_fill_and_remove(edited: Edit) -> None:
         from_hf(folder)
     model = from_hf(folder, overrides={"rope_theta": 500000.0, "odd": None})
     assert model.config == from_hf(LOCAL / "llama").config
+
+
+def test_an_id_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match="someone/model is no folder here.*no connection"):
+        from_hf("someone/model")
+
+
+def test_an_id_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def give(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        assert "*.safetensors" in allow_patterns
+        assert not any(pattern.endswith(".bin") for pattern in allow_patterns)
+        return str(LOCAL / "llama")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", give)
+    model = from_hf("someone/model", revision="main")
+    assert asked == [("someone/model", "main")]
+    assert model.config == from_hf(LOCAL / "llama").config

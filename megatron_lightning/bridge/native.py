@@ -1,0 +1,123 @@
+"""Between Hugging Face folders and this package's checkpoints on disk: one process, no network in
+memory, a box at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge.export import ExportOptions, export
+from megatron_lightning.bridge.load import from_hf
+from megatron_lightning.bridge.weights import FolderWeights
+from megatron_lightning.checkpoint import Box, CheckpointError, load_objects
+from megatron_lightning.checkpoint.config_codec import CODEC
+from megatron_lightning.checkpoint.convert import Content, LazyTensor
+from megatron_lightning.checkpoint.convert.content import MODEL, exact_weights
+from megatron_lightning.checkpoint.convert.native import pieces, read_native, write_native
+from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.models import GPTModel
+from megatron_lightning.models.module import SOURCE_RECORD
+
+
+@dataclass(frozen=True)
+class StoredValues:
+    """The weights of a checkpoint, read when they are written (`export.Held`)."""
+
+    tensors: Mapping[str, LazyTensor]
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """See `Held`."""
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def share(self, ranks: RankGroup) -> Mapping[str, list[Box]]:
+        """All of them, in boxes of about 64 MiB."""
+        return {name: pieces(tensor) for name, tensor in self.tensors.items()}
+
+    def values(self, name: str, box: Box) -> Tensor:
+        """See `Held`."""
+        return self.tensors[name].part(box)
+
+
+def import_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    files: int = 1,
+) -> Content:
+    """Write the checkpoint folder `target` with the weights of a Hugging Face model, which
+    `GPTModel.load_from_checkpoint` reads; returns what was written.
+
+    `dtype`: of the weights, None for those of the source. ValueError as for `from_hf`.
+    """
+    target = Path(target)
+    if target.exists():
+        raise ValueError(f"target={str(target)!r} exists; choose another name or remove it")
+    model = from_hf(source, overrides=overrides)
+    weights: Any = model.initial_values
+    prefix = f"{model.network_attribute}."
+    tensors = {
+        MODEL + name: _lazy(weights, name.removeprefix(prefix), shape)
+        for name, shape in model.global_shapes().items()
+    }
+    kept = {"hyper_parameters": {"config": model.config}, SOURCE_RECORD: model.source_record}
+    content = Content(
+        origin=str(source),
+        tensors=tensors,
+        objects=CODEC.encode(kept).tree,
+        metadata={"converted_from": str(source)},
+    )
+    content = content if dtype is None else content.with_weights_dtype(dtype)
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_native(target, content, files=files)
+    finally:
+        weights.reader.close()
+    return content
+
+
+def _lazy(weights: FolderWeights, name: str, shape: tuple[int, ...]) -> LazyTensor:
+    sources = weights.table.entries[name].names
+    dtypes = {weights.tensors[source].dtype for source in sources}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def part(box: Box) -> Tensor:
+        target = torch.empty(box.sizes, dtype=dtype)
+        weights.fill(target, name, box.offsets, box.sizes)
+        return target
+
+    return LazyTensor(shape, dtype, part)
+
+
+def export_checkpoint(
+    source: str | Path, target: str | Path, options: ExportOptions | None = None
+) -> Content:
+    """Write the weights of a checkpoint folder of a GPTModel as a Hugging Face folder; returns what
+    was read. Float32 weights are taken from the masters where there are some.
+    """
+    options = options or ExportOptions()
+    content = read_native(Path(source))
+    objects = load_objects(source, codec=CODEC)
+    config = (objects.get("hyper_parameters") or {}).get("config")
+    if not isinstance(config, GPTConfig):
+        raise CheckpointError(f"{source} does not hold a GPTModel: no config among its arguments")
+    module = GPTModel(config)
+    module.source_record = objects.get(SOURCE_RECORD)
+    if options.dtype is not None:
+        content = content.with_weights_dtype(options.dtype)
+    prefix = f"{module.network_attribute}."
+    tensors = {n.removeprefix(prefix): t for n, t in exact_weights(content).items()}
+    shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
+    if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+        wrong = sorted(set(tensors) ^ set(shapes)) or "their shapes"
+        raise CheckpointError(f"{source}: its tensors are not those of its config: {wrong}")
+    export(module, StoredValues(tensors), Path(target), options, RankGroup(ALONE))
+    return content

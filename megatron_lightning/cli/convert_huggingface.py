@@ -1,0 +1,84 @@
+"""The part of `megatron-lightning convert` that reads and writes Hugging Face folders."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.cli.errors import UserError, wrong_input
+
+KIND = "huggingface"
+EXPORT_ONLY = ("architecture", "tokenizer", "shard_size")
+_NOT_HERE = ("moments_dtype", "config", "preset", "like")
+
+
+def concerns(options: Namespace) -> bool:
+    """Whether source or target is a Hugging Face folder."""
+    return KIND in (_source_kind(options), options.target_kind)
+
+
+def add_options(parser: Any) -> None:
+    """Options of exports."""
+    add = parser.add_argument_group("with --to huggingface").add_argument
+    add("--architecture", metavar="TYPE", help="model_type to write (default: as it came, or fits)")
+    add("--tokenizer", metavar="FOLDER", help="copy tokenizer files from there")
+    add("--shard-size", type=float, metavar="GB", help="largest file, in 10^9 bytes (default: 5)")
+
+
+def convert(options: Namespace) -> None:
+    """Import or export, and say what was written."""
+    from megatron_lightning.checkpoint import CheckpointError
+
+    kinds = (_source_kind(options), options.target_kind)
+    importing = kinds[0] == KIND
+    if kinds not in ((KIND, None), (KIND, "native"), (None, KIND), ("native", KIND)):
+        raise UserError(
+            f"from {kinds[0] or 'native'} to {kinds[1] or 'native'}: a Hugging Face folder is"
+            " converted from or to a native checkpoint; convert in two steps"
+        )
+    unused = [*_NOT_HERE, *(EXPORT_ONLY if importing else ())]
+    given = [name for name in unused if getattr(options, name) is not None]
+    given += ["files"] if not importing and options.files != 1 else []
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UserError(f"{names}: without a meaning in this conversion; leave it out")
+    with wrong_input(CheckpointError):
+        content = _import(options) if importing else _export(options)
+    weights = sum(name.startswith("model.") for name in content.tensors)
+    print(f"{options.target}: {weights} tensors of weights, from {options.source}")
+
+
+def _import(options: Namespace) -> Any:
+    from megatron_lightning.bridge import import_checkpoint
+
+    return import_checkpoint(
+        options.source, options.target, dtype=_dtype(options), files=options.files
+    )
+
+
+def _export(options: Namespace) -> Any:
+    from megatron_lightning.bridge import ExportOptions, export_checkpoint
+
+    size = {} if options.shard_size is None else {"max_shard_bytes": int(options.shard_size * 1e9)}
+    how = ExportOptions(
+        dtype=_dtype(options),
+        architecture=options.architecture,
+        tokenizer=options.tokenizer,
+        **size,
+    )
+    return export_checkpoint(options.source, options.target, how)
+
+
+def _dtype(options: Namespace) -> Any:
+    import torch
+
+    return None if options.dtype is None else getattr(torch, options.dtype)
+
+
+def _source_kind(options: Namespace) -> str | None:
+    if options.source_kind is not None:
+        return options.source_kind
+    source = Path(options.source)
+    native = (source / "manifest.json").is_file()
+    return KIND if (source / "config.json").is_file() and not native else None
