@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data.blend import OrderedSource
 from megatron_lightning.data.loader import Batch, StatefulLoader, stack_samples
 from megatron_lightning.data.positions import PositionedLoader
@@ -192,8 +193,18 @@ class TokenDataModule(LightningDataModule):
         """Builds the data sets that the stage needs.
 
         Raises:
-            ValueError: see `validate`; or there are too few training samples for a batch.
+            ConfigurationError: a ValueError that says what is wrong with the data: see `validate`;
+                or there are too few training samples for a batch.
         """
+        try:
+            self._set_up(stage)
+        except ConfigurationError:
+            raise
+        except ValueError as error:  # found in the ranks, but about the input: needs no traceback
+            problems = str(error).removeprefix(f"{type(self).__name__}:\n- ").split("\n- ")
+            raise ConfigurationError(problems) from error
+
+    def _set_up(self, stage: str) -> None:
         errors = self.validate()
         if self.trainer is not None:
             errors += self.check_trainer(self.trainer)

@@ -173,7 +173,8 @@ class SFTDataModule(TokenDataModule):
                 encoder = self._encoder(tokenizer, first)
                 encoder.encode([encoder.render(example)])
             except (OSError, ValueError) as error:
-                errors.append(f"{name}: {error}")
+                text = str(error)
+                errors.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
         return errors
 
     def _sources(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 
+from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import (
     GPTDataset,
     IndexedDataset,
@@ -147,6 +148,8 @@ def test_empty_splits_are_passed_over(corpus: str) -> None:
     assert data.val_dataloader() == []
     with pytest.raises(ValueError, match="global_batch_size=4.*only 0 samples"):
         fit(module(corpus, split="0,1,0"), max_epochs=1)
+    with pytest.raises(ConfigurationError, match="sequences 0 to 0 hold no token"):
+        fit(module(corpus, split="0,1,0"), max_steps=2)  # one message, wherever it is found
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
