@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from torch import Tensor
 
@@ -68,7 +69,11 @@ def import_checkpoint(
         MODEL + name: _lazy(weights, name.removeprefix(prefix), shape)
         for name, shape in model.global_shapes().items()
     }
-    kept = {"hyper_parameters": {"config": model.config}, SOURCE_RECORD: model.source_record}
+    kept = {
+        "hyper_parameters": {"config": model.config},
+        SOURCE_RECORD: model.source_record,
+        "pytorch-lightning_version": lightning.__version__,  # else Lightning doesn't take it
+    }
     content = Content(
         origin=str(source),
         tensors=tensors,

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
@@ -16,7 +17,16 @@ from megatron_lightning.checkpoint import list_tensors
 from megatron_lightning.cli.convert import main
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.models import GPTModel
-from tests.hf_models import LOCAL, LOCAL_NAMES, Recorded, assert_same_tensors, tensors_of
+from tests.hf_models import (
+    LOCAL,
+    LOCAL_NAMES,
+    LOGITS,
+    Batches,
+    Recorded,
+    assert_same_tensors,
+    tensors_of,
+)
+from tests.layout_runs import make_strategy
 
 
 @pytest.mark.parametrize("name", LOCAL_NAMES)
@@ -30,6 +40,25 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert_same_tensors(tmp_path / "out", LOCAL / name)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == json.loads((LOCAL / name / "config.json").read_text())
+
+
+def test_an_imported_checkpoint_under_a_trainer(tmp_path: Path) -> None:
+    import_checkpoint(LOCAL / "llama", tmp_path / "native")
+    recorded = Recorded.read(LOCAL / "llama")
+    model = GPTModel(from_hf(LOCAL / "llama").config)
+    trainer = L.Trainer(
+        strategy=make_strategy({}),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    (logits,) = trainer.predict(  # type: ignore[misc]
+        model, Batches(recorded.batch()), ckpt_path=str(tmp_path / "native")
+    )
+    torch.testing.assert_close(logits, recorded.arrays["logits"], rtol=LOGITS, atol=LOGITS)
+    assert model.source_record is not None
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
