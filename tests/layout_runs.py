@@ -212,6 +212,11 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         strategy=make_strategy(run.layout), callbacks=[recorder], **{**options, **run.trainer}
     )
     trainer.fit(model, Batches(run) if run.make_data is None else run.make_data(run))
+    return results(trainer, recorder)
+
+
+def results(trainer: L.Trainer, recorder: Recorder) -> dict[str, Any]:
+    """What `assert_same_training` compares, of a rank's run."""
     return {
         "losses": recorder.losses,
         "logged": recorder.logged,

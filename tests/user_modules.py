@@ -20,7 +20,7 @@ from megatron_lightning.config import (
     vocabulary,
 )
 from megatron_lightning.layers import StagedNetwork
-from tests.layout_runs import Batches, Recorder, Run, boxes, make_strategy, tiny_config
+from tests.layout_runs import Batches, Recorder, Run, make_strategy, results, tiny_config
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 64, 64
 
@@ -230,20 +230,6 @@ def fit_module(
     trainer = quiet_trainer(run, world_size, [recorder])
     trainer.fit(make(), Batches(run))
     return results(trainer, recorder)
-
-
-def results(trainer: L.Trainer, recorder: Recorder) -> dict[str, Any]:
-    """What `assert_same_training` compares."""
-    return {
-        "losses": recorder.losses,
-        "logged": recorder.logged,
-        "norms": recorder.norms,
-        "rates": recorder.rates,
-        "gradients": recorder.gradients,
-        "initial": recorder.initial,
-        "final": boxes(trainer, "value"),
-        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
-    }
 
 
 class Classifier(L.LightningModule):

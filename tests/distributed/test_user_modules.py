@@ -21,7 +21,15 @@ from megatron_lightning.runtime.batch import MicroBatches
 from tests import tolerances
 from tests.distributed.test_cases_loss import MaskedBatches, second_replica
 from tests.harness import RankError, run_ranks_fresh
-from tests.layout_runs import Batches, Recorder, Run, assemble, assert_same_training, global_batch
+from tests.layout_runs import (
+    Batches,
+    Recorder,
+    Run,
+    assemble,
+    assert_same_training,
+    global_batch,
+    results,
+)
 from tests.user_modules import (
     Classifier,
     Decoder,
@@ -32,7 +40,6 @@ from tests.user_modules import (
     fit_module,
     pairs,
     quiet_trainer,
-    results,
     user_run,
 )
 
