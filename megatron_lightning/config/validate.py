@@ -25,6 +25,10 @@ class ConfigurationError(ValueError):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         super().__init__(f"{count} in the configuration:\n{lines}")
 
+    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[str, ...]]]:
+        """By its problems: ranks hand it to the process that started them."""
+        return type(self), (self.problems,)
+
 
 def raise_if_any(problems: Iterable[str]) -> None:
     """Raise one ConfigurationError that lists all `problems`; do nothing when there are none."""

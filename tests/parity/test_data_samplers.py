@@ -12,7 +12,8 @@ from tests.unit.data.corpora import REFERENCE
 CASES = [
     case
     for case in json.loads((REFERENCE / "samplers" / "samplers.json").read_text())
-    if case["kind"] in ("sequential", "sequential_keep_last") and "expected_error" not in case
+    if case["kind"] in ("sequential", "sequential_keep_last", "full_validation")
+    and "expected_error" not in case
 ]
 
 

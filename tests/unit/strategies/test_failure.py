@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.strategies import failure, handover
 from megatron_lightning.strategies.failure import RankFailure
 from megatron_lightning.strategies.signals import REQUEUE, STOP, SignalFlags
@@ -82,6 +83,8 @@ def test_exceptions_through_a_pipe() -> None:
 
     error = ValueError("boom")
     assert handover.picklable(error, 1) is error
+    wrong = ConfigurationError(["seed=-1", "split=x"])
+    assert handover.picklable(wrong, 1) is wrong
     for odd in (Local("x"), Odd(1, 2)):
         carried = handover.picklable(odd, 1)
         assert isinstance(carried, RankFailure)
