@@ -63,6 +63,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         *,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         eod_id: int | None = None,
         pad_id: int | None = None,
         add_extra_token: bool = True,
@@ -74,10 +75,10 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             raise ValueError(f"seq_length={seq_length} must be at least 1 token")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed={seed} must be between 0 and {2**32 - 1}")
-        if (eod_mask_loss or reset_position_ids) and eod_id is None:
+        if (eod_mask_loss or reset_position_ids or reset_attention_mask) and eod_id is None:
             raise ValueError(
-                "eod_id is needed by eod_mask_loss and reset_position_ids: give a tokenizer or a "
-                "data card that knows the end-of-document token"
+                "eod_id is needed by eod_mask_loss, reset_position_ids and reset_attention_mask: "
+                "give a tokenizer or a data card that knows the end-of-document token"
             )
         if not 0 <= sequence_range.start <= sequence_range.stop <= len(indexed):
             raise ValueError(
@@ -88,6 +89,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         self._seq_length, self._extra = seq_length, int(add_extra_token)
         self._eod_id, self._pad_id = eod_id, pad_id
         self._eod_mask_loss, self._reset_position_ids = eod_mask_loss, reset_position_ids
+        self._reset_attention_mask = reset_attention_mask
         lengths = indexed.sequence_lengths[sequence_range.start : sequence_range.stop]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if num_samples and self.tokens_per_epoch == 0:
@@ -140,7 +142,9 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Returns `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each (S,)."""
+        """Returns `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), each (S,);
+        with `reset_attention_mask` also `cu_seqlens` (S + 1,) int32: where documents begin, then S.
+        """
         return self.read(index)[0]
 
     def read(self, index: int) -> tuple[dict[str, Tensor], SampleNote]:
@@ -163,17 +167,21 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         if self._pad_id is not None:
             loss_mask[labels == self._pad_id] = 0.0
         positions = _positions(tokens, self._eod_id if self._reset_position_ids else None)
+        boundaries = _boundaries(tokens, self._eod_id) if self._reset_attention_mask else None
         padding = max(length - filled, 0)
         if self._pad_id is not None:
             padding += int(np.count_nonzero(tokens[:filled] == self._pad_id))
             tokens[tokens == self._pad_id] = 0
             labels[labels == self._pad_id] = 0
-        return {
+        fields = {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.from_numpy(positions),
-        }, self._note(sample, padding)
+        }
+        if boundaries is not None:
+            fields["cu_seqlens"] = torch.from_numpy(boundaries)
+        return fields, self._note(sample, padding)
 
     def _note(self, sample: int, padding: int) -> SampleNote:
         (first, offset), (last, stop) = self.sample_index[sample : sample + 2].tolist()
@@ -212,3 +220,12 @@ def _positions(tokens: NDArray[np.int64], eod_id: int | None) -> NDArray[np.int6
     after = np.flatnonzero(tokens[:-1] == eod_id) + 1
     starts[after] = after
     return positions - np.maximum.accumulate(starts)
+
+
+def _boundaries(tokens: NDArray[np.int64], eod_id: int | None) -> NDArray[np.int32]:
+    """Returns where the documents of (S,) tokens begin, then S to the width S + 1."""
+    after = np.flatnonzero(tokens[:-1] == eod_id) + 1
+    boundaries = np.full(len(tokens) + 1, len(tokens), np.int32)
+    boundaries[0] = 0
+    boundaries[1 : 1 + len(after)] = after
+    return boundaries

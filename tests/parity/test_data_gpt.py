@@ -42,6 +42,8 @@ def make(case: dict, part: str, indexed: IndexedDataset) -> GPTDataset:
         # Megatron restarts positions per document for packed attention as well.
         reset_position_ids=options.get("reset_position_ids", False)
         or options.get("inter_document_masking", False),
+        reset_attention_mask=options.get("reset_attention_mask", False)
+        or options.get("inter_document_masking", False),
         eod_id=256,
         pad_id=options.get("pad"),
         add_extra_token=options.get("add_extra_token_to_sequence", True),
@@ -82,11 +84,25 @@ def test_gpt_dataset(corpora: Path, path: Path, part: str) -> None:
             sample = data[index]
             for field in FIELDS:
                 assert np.array_equal(sample[field], stored[f"{part}_{field}"][row]), (index, field)
+            if f"{part}_cu_seqlens" in stored:
+                boundaries = sample["cu_seqlens"]
+                assert np.array_equal(boundaries, stored[f"{part}_cu_seqlens"][row])
+                assert boundaries.diff().max() == stored[f"{part}_max_seqlen"][row]
+            if f"{part}_attention_mask" in stored:
+                hidden = ~allowed_by(sample["cu_seqlens"].numpy())
+                assert np.array_equal(hidden, stored[f"{part}_attention_mask"][row, 0])
     if "all_tokens_sha256" in expected:
         digest = hashlib.sha256()
         for index in range(len(data)):
             digest.update(data[index]["tokens"].numpy().tobytes())
         assert digest.hexdigest() == expected["all_tokens_sha256"]
+
+
+def allowed_by(boundaries: np.ndarray) -> np.ndarray:
+    """Which of (S, S) positions are seen: earlier ones of the same document."""
+    length = int(boundaries[-1])
+    document = np.searchsorted(boundaries[1:], np.arange(length), side="right")
+    return np.tril(document[:, None] == document[None, :])
 
 
 @pytest.mark.parametrize("case", HELPERS, ids=lambda case: case["id"])

@@ -67,6 +67,7 @@ class PretrainingDataModule(TokenDataModule):
             when there is a data card. Mock data take "bytes" by default.
         eod_mask_loss: no loss where the input is an end-of-document token.
         reset_position_ids: positions begin at 0 after each end-of-document token.
+        reset_attention_mask: tokens attend to their own document only; batches hold `cu_seqlens`.
         cache_dir: folder that keeps the index arrays between runs; None builds them in memory.
         corpus_access: how local corpora are read: "mmap", or "file" for plain reads.
         block_cache: local folder for blocks of remote corpora (paths such as s3://bucket/corpus).
@@ -95,6 +96,7 @@ class PretrainingDataModule(TokenDataModule):
         tokenizer: str | Path | None = None,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         cache_dir: str | Path | None = None,
         corpus_access: Access = "mmap",
         block_cache: BlockCache | None = None,
@@ -114,6 +116,7 @@ class PretrainingDataModule(TokenDataModule):
         self.block_cache = block_cache
         self.tokenizer = "bytes" if mock_data and tokenizer is None else tokenizer
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
+        self.reset_attention_mask = reset_attention_mask
         self.multiple_validation_sets = multiple_validation_sets
         self.has_own_evaluation = valid_paths is not None or test_paths is not None
         self.split = split or ("1" if self.has_own_evaluation else DEFAULT_SPLIT)
@@ -123,6 +126,8 @@ class PretrainingDataModule(TokenDataModule):
             self._masked = masked_config(dataset)
         except ValueError as error:
             errors.append(str(error))
+        if reset_attention_mask and self._masked is not None:
+            errors.append(f"reset_attention_mask=True: only with dataset='gpt', not {dataset!r}")
         if mock_data and self._masked is not None:
             errors.append(f"mock_data=True: not with dataset={dataset!r}; give paths of corpora")
         self._train_blend = Blend([MOCK], None)
@@ -177,10 +182,11 @@ class PretrainingDataModule(TokenDataModule):
         if not errors and self._masked is not None:
             gpt_options = self.eod_mask_loss or self.reset_position_ids
             return masked_errors(self._masked, self.tokenizer, gpt_options=gpt_options)
-        if not errors and (self.eod_mask_loss or self.reset_position_ids) and self.eod_id is None:
+        ends = self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
+        if not errors and ends and self.eod_id is None:
             errors.append(
-                "tokenizer: eod_mask_loss and reset_position_ids need the end-of-document token, "
-                "and the corpora have no data card: name their tokenizer"
+                "tokenizer: eod_mask_loss, reset_position_ids and reset_attention_mask need the "
+                "end-of-document token, and the corpora have no data card: name their tokenizer"
             )
         return errors
 
@@ -251,6 +257,7 @@ class PretrainingDataModule(TokenDataModule):
             self.seed,
             eod_mask_loss=self.eod_mask_loss,
             reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
             eod_id=vocabulary.eod_id,
             drop_last=use == "train",  # elsewhere every token counts
             cache_dir=self.cache_dir,

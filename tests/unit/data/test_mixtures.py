@@ -169,3 +169,15 @@ def test_a_ramp_with_accumulation_is_refused(corpora: tuple[str, str]) -> None:
         assert len(errors) == 1
         assert "leave accumulate_grad_batches at 1" in errors[0]
     assert module(corpora[0]).check_trainer(L.Trainer(**quiet, accumulate_grad_batches=2)) == []
+
+
+def test_documents_apart(corpora: tuple[str, str]) -> None:
+    """`reset_attention_mask`: a document begins behind each end-of-document token."""
+    data = module(corpora[0], reset_attention_mask=True, num_train_samples=8)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    for tokens, found in zip(batch["tokens"].tolist(), batch["cu_seqlens"].tolist(), strict=True):
+        begins = [0, *(place + 1 for place, token in enumerate(tokens[:-1]) if token == 256)]
+        assert found == begins + [16] * (17 - len(begins))
+    with pytest.raises(ValueError, match="reset_attention_mask=True: only with dataset='gpt'"):
+        module(corpora[0], reset_attention_mask=True, dataset="fim")
