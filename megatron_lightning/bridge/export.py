@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +31,6 @@ from megatron_lightning.checkpoint.files import sync_folder
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.checkpoint.sharing import shares
 from megatron_lightning.config.model import GPTConfig
-from megatron_lightning.config.plan import canonical_name
 from megatron_lightning.models import MegatronModule
 from megatron_lightning.runtime.boxes import box_of
 
@@ -74,10 +73,12 @@ class RankBoxes:
     """What a rank of a layout holds."""
 
     boxes: Mapping[str, BoxedTensor]
+    computed_in: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Dtypes in which the network reads parameters that are kept in another."""
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """See `Held`."""
-        return {name: value.dtype for name, value in self.boxes.items()}
+        return {n: self.computed_in.get(n, value.dtype) for n, value in self.boxes.items()}
 
     def share(self, ranks: RankGroup) -> Mapping[str, list[Box]]:
         """See `Held`."""
@@ -108,9 +109,7 @@ def to_hf(
     ValueError when no architecture is this network, or `path` holds something already; on several
     ranks as a CheckpointError on all of them.
     """
-    boxes, together = _boxes(module)
-    prefix = f"{module.network_attribute}."
-    held = RankBoxes({name.removeprefix(prefix): value for name, value in boxes.items()})
+    held, together = _held(module)
     options = ExportOptions(
         dtype=dtype,
         architecture=architecture,
@@ -152,20 +151,24 @@ def export(
         raise
 
 
-def _boxes(module: MegatronModule) -> tuple[dict[str, BoxedTensor], bool]:
-    """This rank's parts of the parameters by canonical name, and whether other ranks have some."""
+def _held(module: MegatronModule) -> tuple[RankBoxes, bool]:
+    """This rank's parts of the parameters, and whether other ranks have some."""
+    prefix = f"{module.network_attribute}."
     strategy: Any = None if module._trainer is None else module.trainer.strategy
     model = _cut_model(strategy)
     if model is None:
         module.built_network()
         whole = module.canonical_parameters()
-        return {n: BoxedTensor.of(parameter.detach()) for n, parameter in whole.items()}, False
+        boxes = {n.removeprefix(prefix): BoxedTensor.of(p.detach()) for n, p in whole.items()}
+        return RankBoxes(boxes), False
     if strategy.update is not None:
         strategy.update.wait()
-    return {
-        canonical_name(name): BoxedTensor.of(box_of(parameter.detach(), model.table[name]))
+    boxes = {
+        name.removeprefix(prefix): BoxedTensor.of(box_of(parameter.detach(), model.table[name]))
         for name, parameter in model.parameters.items()
-    }, True
+    }
+    dtypes = {name.removeprefix(prefix): dtype for name, dtype in model.compute_dtypes.items()}
+    return RankBoxes(boxes, dtypes), True
 
 
 def _cut_model(strategy: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge import from_hf
-from megatron_lightning.config import GPTConfig, RuntimeConfig
+from megatron_lightning.config import DataParallelConfig, GPTConfig, RuntimeConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import RankError, run_ranks_fresh
@@ -76,7 +76,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", "pp2", pytest.param("tp2_pp2", marks=pytest.mark.slow)])
 def test_each_rank_reads_its_boxes(biased: Path, tmp_path: Path, layout: str) -> None:
     """C40 among others: biases keep their places; logits as in one process; bitwise back again."""
     world_size, options = LAYOUTS[layout]
@@ -101,6 +101,23 @@ def test_bfloat16_through_a_layout_is_bitwise(biased: Path, tmp_path: Path) -> N
     )
     assert_same_tensors(tmp_path / "out", biased)
     assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def train_sharded(rank: int, world_size: int, out: str) -> None:
+    """A model from nowhere, whose parameters are kept in float32 and read in bfloat16."""
+    sizes = dict(vocab_size=64, num_layers=2, hidden_size=32, num_attention_heads=4)
+    model = GPTModel(GPTConfig(**sizes))
+    layout = dict(data_parallel=DataParallelConfig(sharding="fsdp"))
+    trainer = make_trainer(world_size, layout, max_steps=1, precision="bf16-mixed")
+    trainer.fit(model, Batches(batch_of(64)))
+    model.save_hf(out)
+
+
+def test_fully_sharded_weights_leave_in_the_dtype_they_are_read_in(tmp_path: Path) -> None:
+    run_ranks_fresh(train_sharded, 2, str(tmp_path / "out"))
+    assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["torch_dtype"]) == ("llama", "bfloat16")
 
 
 def export_into(rank: int, world_size: int, out: str) -> None:
