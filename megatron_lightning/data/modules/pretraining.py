@@ -171,11 +171,13 @@ class PretrainingDataModule(TokenDataModule):
 
     @property
     def all_paths(self) -> list[str]:
-        """Every corpus of training, validation and testing, once; none for mock data."""
+        """Every corpus of training, validation and testing that has a weight, once; none for mock
+        data.
+        """
         if self.mock_data:
             return []
         blends = [blend for sets in self._evaluation_blends.values() for blend in sets.values()]
-        return list(dict.fromkeys(path for b in [self._train_blend, *blends] for path in b.paths))
+        return list(dict.fromkeys(path for b in [self._train_blend, *blends] for path in b.used))
 
     def _data_errors(self) -> list[str]:
         errors = corpus_errors(self.all_paths, self.tokenizer)

@@ -1,7 +1,7 @@
 """Training a tokenizer: byte-level BPE, by the `tokenizers` library."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_lightning.data.tokenizer.base import END_OF_TEXT, Tokenizer
@@ -20,7 +20,7 @@ def train_byte_bpe(
         path: where `tokenizer.json` content is written; the file appears complete or not at all.
 
     Raises:
-        ValueError: `vocab_size` is too small.
+        ValueError: `vocab_size` is too small, or there is no text.
         ImportError: the `tokenizers` package is missing.
     """
     if vocab_size < 257:
@@ -39,10 +39,20 @@ def train_byte_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_some(texts), trainer)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     tokenizer.save(str(partial))
     partial.replace(target)
     return FileTokenizer(target, END_OF_TEXT)
+
+
+def _some(texts: Iterable[str]) -> Iterator[str]:
+    """Passes texts on; raises ValueError when all are empty."""
+    empty = True
+    for text in texts:
+        empty = empty and not text
+        yield text
+    if empty:
+        raise ValueError("there is no text to train a tokenizer on")

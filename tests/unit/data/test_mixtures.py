@@ -171,6 +171,13 @@ def test_a_ramp_with_accumulation_is_refused(corpora: tuple[str, str]) -> None:
     assert module(corpora[0]).check_trainer(L.Trainer(**quiet, accumulate_grad_batches=2)) == []
 
 
+def test_a_source_without_weight_need_not_exist(corpora: tuple[str, str]) -> None:
+    data = module({corpora[0]: 1, "nowhere": 0}, num_train_samples=8)
+    assert data.validate() == []
+    data.setup("fit")
+    assert next(iter(data.train_dataloader()))["tokens"].shape == (4, 16)
+
+
 def test_documents_apart(corpora: tuple[str, str]) -> None:
     """`reset_attention_mask`: a document begins behind each end-of-document token."""
     data = module(corpora[0], reset_attention_mask=True, num_train_samples=8)

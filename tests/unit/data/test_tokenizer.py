@@ -72,3 +72,10 @@ def test_bytes_need_no_tokenizers_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert ByteTokenizer().decode(ByteTokenizer().encode("abc")) == "abc"
     assert load_tokenizer("bytes").vocab_size == 257
+
+
+def test_nothing_to_train_on_leaves_no_tokenizer(tmp_path: Path) -> None:
+    for texts in ([], ["", ""]):
+        with pytest.raises(ValueError, match="no text to train a tokenizer on"):
+            train_byte_bpe(texts, 300, tmp_path / "tokenizer.json")
+    assert list(tmp_path.iterdir()) == []
