@@ -8,6 +8,7 @@ Adam has in its state, where those of Transformer Engine and Apex have none.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -136,7 +137,9 @@ class Megatron:
     def start(self, path: str) -> Callable[[], None]:
         """In the background; the result waits for it and commits it."""
         self._folder(path)
-        request = self._store.save(self._state(), path, async_sharded_save=True)
+        known = inspect.signature(self._store.save).parameters
+        own = {"async_strategy": "mcore"} if "async_strategy" in known else {}
+        request = self._store.save(self._state(), path, async_sharded_save=True, **own)
         self._queue.schedule_async_request(request)
         return lambda: self._queue.maybe_finalize_async_calls(blocking=True) and None
 
