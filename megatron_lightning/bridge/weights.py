@@ -35,8 +35,7 @@ class FolderWeights:
                 continue
             view = held.to_theirs(target[held.ours.shift(wanted.offsets, sign=-1).slices()])
             stored = self.tensors[entry.names[piece.source]]
-            for box, values in self.reader.blocks(stored, held.theirs):
-                view[box.shift(held.theirs.offsets, sign=-1).slices()].copy_(values)
+            self.reader.read(stored, held.theirs, view)
 
     def done(self) -> None:
         """Close the files."""

@@ -61,6 +61,14 @@ def test_boxes_are_read(tmp_path: Path) -> None:
                 assert values.numel() * values.element_size() <= safetensors_files.BLOCK
                 out[part.shift(box.offsets, sign=-1).slices()] = values
             assert torch.equal(out, tensor[box.slices()])
+            for like in (
+                out,
+                out.double(),
+                out.new_zeros(box.sizes[::-1]).permute(tuple(reversed(range(out.dim())))),
+            ):
+                target = torch.full_like(like, 7)
+                reader.read(header[name], box, target)
+                assert torch.equal(target, tensor[box.slices()].to(target.dtype))
     reader.close()
 
 
