@@ -122,7 +122,8 @@ class Lifeline:
         buffers = {peer: b"" for peer in self._peers}
         with selectors.DefaultSelector() as selector:
             for peer, connection in self._peers.items():
-                selector.register(connection, selectors.EVENT_READ, peer)
+                with contextlib.suppress(ValueError):  # closed before this thread began
+                    selector.register(connection, selectors.EVENT_READ, peer)
             while selector.get_map() and not self._over.is_set():
                 for key, _ in selector.select(timeout=1.0):
                     received = _receive(key.fileobj)
