@@ -62,7 +62,7 @@ print("RESULT", fitted, validated, better, third.state.finished, held() == befor
 
 
 @pytest.mark.slow
-def test_one_kernel_through_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c51_one_kernel_through_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel leaves alone what processes write
     cells = [nbformat.v4.new_code_cell(SETUP)]
     for devices, layout, other in (

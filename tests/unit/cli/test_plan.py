@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
 from megatron_lightning.cli.plan import main
+from megatron_lightning.cli.plan_request import HARDWARE
 from megatron_lightning.models.presets import PRESETS
 
 PUBLISHED = {
@@ -213,3 +214,8 @@ def test_suggestions_fit_and_the_others_say_why(capsys: pytest.CaptureFixture[st
     main(words_of("--preset tiny --gpus 2 --suggest"))
     assert "Suggestions, fastest first" in capsys.readouterr().out
     assert isinstance(refused, list)
+
+
+def test_c50_peaks_are_dense_ones() -> None:
+    """989 TFLOP/s of bfloat16 on H100 and H200, not the 1979 of sparse products."""
+    assert HARDWARE["h200"].tflops == HARDWARE["h100"].tflops == 989

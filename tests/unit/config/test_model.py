@@ -15,7 +15,7 @@ CASE = {
 }
 
 
-def test_operations_per_token_as_calculated_by_hand():
+def test_c50_operations_per_token_as_calculated_by_hand():
     config = GPTConfig(**CASE, ffn_hidden_size=176)
     assert config.flops_per_token(128) == 847872
     assert config.flops_per_token(128, causal=True) == 749568
