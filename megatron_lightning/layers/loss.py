@@ -10,7 +10,7 @@ made; the logits are kept for the backward pass in their own dtype and nothing e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -131,8 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, held, ignored, log_total = ctx.saved_tensors
         valid, smoothing = ctx.valid, ctx.smoothing
-        make = _kernel_gradients if kernels.can_run(logits) else _sliced_gradients
-        grad = make(
+        grad = _gradients_for(logits)(
             logits.contiguous(),
             log_total,
             local.clamp(max=max(valid - 1, 0)),
@@ -204,22 +203,13 @@ def _sliced_gradients(
     return grad
 
 
-def _kernel_gradients(
-    logits: Tensor,
-    log_total: Tensor,
-    target: Tensor,
-    hit: Tensor,
-    scale: Tensor,
-    *,
-    valid: int,
-    spread: float,
-) -> Tensor:
-    """`_sliced_gradients` in one pass."""
+def _gradients_for(logits: Tensor) -> Callable[..., Tensor]:
+    """`_sliced_gradients`, or the kernel that computes the same in one pass."""
+    if not kernels.can_run(logits):
+        return _sliced_gradients
     from megatron_lightning.layers.kernels import cross_entropy
 
-    return cross_entropy.row_gradients(
-        logits, log_total, target, hit, scale, valid=valid, spread=spread
-    )
+    return cross_entropy.row_gradients
 
 
 def _slices(tokens: int, columns: int) -> Iterator[slice]:
