@@ -56,7 +56,7 @@ from megatron_lightning.data.preprocessing import (
     preprocess_jsonl,
 )
 from megatron_lightning.data.sample_text import python_help_texts, write_python_help
-from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler, epoch_order
+from megatron_lightning.data.samplers import PADDING, GlobalBatchSampler, cyclic_order, epoch_order
 from megatron_lightning.data.sft import (
     ChatTemplate,
     PackedDataset,
@@ -120,6 +120,7 @@ __all__ = [
     "build_shuffle_index",
     "card_path",
     "corpus_info",
+    "cyclic_order",
     "epoch_order",
     "load_chat_template",
     "load_tokenizer",

@@ -8,6 +8,7 @@ micro-batch size changes what a step trains on, and a run continues exactly when
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
@@ -25,6 +26,14 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.integer]:
     return order
 
 
+def cyclic_order(num_samples: int, epoch: int) -> NDArray[np.integer]:
+    """Returns the permutation of an epoch in Megatron's cyclic order, (num_samples,). It depends on
+    the epoch alone, as there, so that a Megatron run can be continued.
+    """
+    generator = torch.Generator().manual_seed(epoch)
+    return torch.randperm(num_samples, generator=generator).numpy()
+
+
 class GlobalBatchSampler(Sampler[list[int]]):
     """Batches of sample numbers: this rank's slice of one global batch after the other.
 
@@ -40,6 +49,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: give each epoch its own order; else the order of the data set.
         shuffle_first_epoch: whether this holds for epoch 0 too (not needed for a shuffled data
             set).
+        cyclic_micro_batch: the micro-batch size of a run in Megatron's cyclic order without sharded
+            data (`MegatronPretrainingRandomSampler`, data_sharding=False): `cyclic_order` of all
+            samples but the remainder of this size, and each batch is dealt out in turn, one sample
+            a rank. Instead of `shuffle`; 0 for our own order.
         drop_last: leave out the samples that do not fill the last batch; else it is filled up with
             `PADDING`, so that every sample comes exactly once and all ranks have equally many
             batches.
@@ -59,6 +72,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         shuffle: bool = False,
         shuffle_first_epoch: bool = True,
+        cyclic_micro_batch: int = 0,
         drop_last: bool = True,
     ) -> None:
         if num_samples < 0:
@@ -73,7 +87,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
                     f"global_batch_size={size} must be a positive multiple of the {dp_size} "
                     f"data-parallel ranks, such as {dp_size * max(1, size // dp_size)}"
                 )
+        if cyclic_micro_batch and shuffle:
+            raise ValueError(
+                f"cyclic_micro_batch={cyclic_micro_batch}, shuffle=True: two orders; choose one"
+            )
+        if cyclic_micro_batch:
+            num_samples -= num_samples % cyclic_micro_batch
         self.num_samples, self.schedule = num_samples, global_batch_size
+        self._cyclic = bool(cyclic_micro_batch)
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.drop_last = seed, drop_last
         self._shuffle, self._shuffle_first_epoch = shuffle, shuffle_first_epoch
@@ -104,15 +125,27 @@ class GlobalBatchSampler(Sampler[list[int]]):
             start, consumed = start + size, consumed + size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's sample numbers, a batch's size / dp_size each time."""
+        """Yields this rank's sample numbers, a batch's size / dp_size each time. ValueError when
+        `start` lies behind the epoch's end: its samples are in a later epoch.
+        """
+        if self.start >= self.num_samples + max(self.schedule.sizes):  # a last batch is filled up
+            raise ValueError(
+                f"start={self.start} is behind the {self.num_samples} samples of an epoch; give the"
+                " place within the epoch, and the number of whole ones as epoch"
+            )
         order = self._order()
         for start, size in self.global_batches(self.start, self.consumed):
             share = size // self.dp_size
-            begin = start + self.dp_rank * share
-            held = order[begin : begin + share].tolist()
+            if self._cyclic:
+                held = order[start + self.dp_rank : start + size : self.dp_size].tolist()
+            else:
+                begin = start + self.dp_rank * share
+                held = order[begin : begin + share].tolist()
             yield held + [PADDING] * (share - len(held))
 
     def _order(self) -> NDArray[np.integer]:
+        if self._cyclic:
+            return cyclic_order(self.num_samples, self.epoch)
         if self._shuffle and (self.epoch > 0 or self._shuffle_first_epoch):
             return epoch_order(self.num_samples, self.seed, self.epoch)
         return np.arange(self.num_samples, dtype=np.uint64)

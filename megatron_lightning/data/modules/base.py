@@ -20,6 +20,7 @@ from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.samplers import GlobalBatchSampler
 
+DataloaderType = Literal["single", "cyclic"]
 EvaluationPart = Literal["valid", "test"]
 EvaluationSets = Mapping[str | int, OrderedSource]
 """Data sets by name, or by number where Lightning's names are to be used ("" for a single one)."""
@@ -51,6 +52,8 @@ class TokenDataModule(LightningDataModule):
     """Whether training leaves out the samples of an epoch that don't fill its last batch; else that
     is filled up with samples without a loss.
     """
+    dataloader_type: DataloaderType = "single"
+    """Order of training samples, where a subclass lets the user choose."""
 
     def __init__(
         self,
@@ -252,8 +255,9 @@ class TokenDataModule(LightningDataModule):
         sampler = self._sampler(
             self._train_samples,
             self.batch_size_schedule,
-            shuffle=not restart,
+            shuffle=not restart and self.dataloader_type == "single",
             drop_last=self.drop_last,
+            cyclic=not restart and self.dataloader_type == "cyclic",
         )
         return self._make_loader(dataset, sampler, restart=restart)
 
@@ -293,7 +297,13 @@ class TokenDataModule(LightningDataModule):
         return self._make_loader(dataset, sampler, restart=True)
 
     def _sampler(
-        self, samples: int, batch: int | BatchSizeSchedule, *, shuffle: bool, drop_last: bool
+        self,
+        samples: int,
+        batch: int | BatchSizeSchedule,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        cyclic: bool = False,
     ) -> GlobalBatchSampler:
         rank, size = self._dp()
         if errors := self._batch_errors(size):
@@ -306,6 +316,7 @@ class TokenDataModule(LightningDataModule):
             seed=self.seed,
             shuffle=shuffle,
             shuffle_first_epoch=self.shuffle_first_epoch,
+            cyclic_micro_batch=self.micro_batch_size if cyclic else 0,
             drop_last=drop_last,
         )
 
@@ -341,18 +352,28 @@ class TokenDataModule(LightningDataModule):
         """Returns the position in the training data, equal on all ranks; empty before training."""
         if self._loader is None:
             return self._loaded or {}
+        return {"loader": self._loader.state_dict(), "train_order": self._order_fingerprint()}
+
+    def _order_fingerprint(self) -> str:
+        """Identity of the order of training samples: of their data set, and of a cyclic order the
+        number of samples that it permutes.
+        """
         assert self._train is not None  # a loader has a data set
-        return {"loader": self._loader.state_dict(), "train_order": self._train.fingerprint}
+        if self.dataloader_type == "single":
+            return self._train.fingerprint
+        permuted = self._train_samples - self._train_samples % self.micro_batch_size
+        return f"{self._train.fingerprint}-cyclic-{permuted}"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Lets the next training loader continue at the saved position, and warns when the order
         changed.
         """
         self._loaded = dict(state_dict)
-        if self._train is not None and state_dict["train_order"] != self._train.fingerprint:
+        if self._train is not None and state_dict["train_order"] != self._order_fingerprint():
             rank_zero_warn(
                 "The order of the training samples is not the one of the checkpoint (other data, "
-                "seed, split, seq_length, weights, or a number of samples that needs more "
-                f"epochs): the run continues at sample {state_dict['loader']['consumed_samples']} "
-                "of the new order, where samples may repeat or be left out."
+                "seed, split, seq_length, weights, dataloader_type, or a number of samples that "
+                "needs more epochs): the run continues at sample "
+                f"{state_dict['loader']['consumed_samples']} of the new order, where samples may "
+                "repeat or be left out."
             )

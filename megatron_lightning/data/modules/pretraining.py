@@ -17,7 +17,12 @@ from megatron_lightning.data.masked import (
     masked_errors,
     split_elements,
 )
-from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
+from megatron_lightning.data.modules.base import (
+    DataloaderType,
+    EvaluationPart,
+    EvaluationSets,
+    TokenDataModule,
+)
 from megatron_lightning.data.ramp import Rampup
 from megatron_lightning.data.splits import parse_split, split_ranges
 from megatron_lightning.data.token_store import MockCorpus, TokenStore
@@ -63,6 +68,10 @@ class PretrainingDataModule(TokenDataModule):
             pass over the training split when that is not set.
         seed: of the order of the samples, 0 to 2^32 - 1.
         num_workers: processes per rank that read ahead; 0 reads in the training process.
+        dataloader_type: "single": the data set's own shuffled order, and a new one in each later
+            epoch; "cyclic": Megatron's option of this name with --no-data-sharding, to continue
+            such a run: samples are permuted by epoch number alone. Its last samples that fill no
+            micro-batch are left out, so keep micro_batch_size in a run (a change is warned of).
         tokenizer: "bytes", a tokenizer's file or folder; checked against the data cards. Not needed
             when there is a data card. Mock data take "bytes" by default.
         eod_mask_loss: no loss where the input is an end-of-document token.
@@ -93,6 +102,7 @@ class PretrainingDataModule(TokenDataModule):
         num_train_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
+        dataloader_type: DataloaderType = "single",
         tokenizer: str | Path | None = None,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
@@ -110,6 +120,7 @@ class PretrainingDataModule(TokenDataModule):
             seed=seed,
             num_workers=num_workers,
         )
+        self.dataloader_type = dataloader_type
         paths = None if mock_data and paths == MOCK else paths
         self.mock_data, self.cache_dir = mock_data, cache_dir
         self.corpus_access: Access = corpus_access
@@ -163,6 +174,12 @@ class PretrainingDataModule(TokenDataModule):
         errors = super()._argument_errors()
         if self.corpus_access not in ("mmap", "file"):
             errors.append(f'corpus_access="{self.corpus_access}" must be "mmap" or "file"')
+        if self.dataloader_type not in ("single", "cyclic"):
+            errors.append(
+                f'dataloader_type="{self.dataloader_type}" must be "single" or "cyclic"; '
+                "Megatron's cyclic order with sharded data gives every data-parallel rank samples of its own,"
+                " so that the order of training would change with the layout: it is not offered"
+            )
         try:
             parse_split(self.split)
         except ValueError as error:
