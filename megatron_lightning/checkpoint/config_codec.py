@@ -11,10 +11,13 @@ from megatron_lightning.config.parallel import (
 )
 from megatron_lightning.config.rotary import RotaryConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.config.variants import AttentionConfig, ClampConfig, StreamConfig
 
 CODEC = Codec(
     classes=(
+        AttentionConfig,
         CheckpointConfig,
+        ClampConfig,
         DataParallelConfig,
         GPTConfig,
         OptimizerConfig,
@@ -23,5 +26,6 @@ CODEC = Codec(
         RotaryConfig,
         RuntimeConfig,
         SchedulerConfig,
+        StreamConfig,
     )
 )

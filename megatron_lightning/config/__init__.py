@@ -17,6 +17,7 @@ from megatron_lightning.config.plan import (
     Role,
     Split,
     column,
+    experts,
     follows,
     replicated,
     row,
@@ -24,9 +25,12 @@ from megatron_lightning.config.plan import (
 )
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.rotary import RotaryConfig
+from megatron_lightning.config.variants import AttentionConfig, ClampConfig, StreamConfig
 
 __all__ = [
+    "AttentionConfig",
     "CheckpointConfig",
+    "ClampConfig",
     "ContextConfig",
     "ContextForm",
     "DataParallelConfig",
@@ -42,7 +46,9 @@ __all__ = [
     "RotaryConfig",
     "RuntimeConfig",
     "Split",
+    "StreamConfig",
     "column",
+    "experts",
     "follows",
     "replicated",
     "row",

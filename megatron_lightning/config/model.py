@@ -17,6 +17,12 @@ from megatron_lightning.config.model_rules import (
     PositionEmbeddingKind,
 )
 from megatron_lightning.config.rotary import RotaryConfig
+from megatron_lightning.config.variants import (
+    AttentionConfig,
+    ClampConfig,
+    StreamConfig,
+    variant_problems,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,12 @@ class GPTConfig:
     """
     label_smoothing: float = 0.0
     """Share of the target probability that is spread evenly over the true vocabulary."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """Scale and cap of scores, sinks, rotation of sliding layers."""
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    """Scale of the embedding, kind and number of norms, cap of logits."""
+    clamp: ClampConfig | None = None
+    """GPT-OSS's clamped gated unit in place of the plain one."""
 
     def __post_init__(self) -> None:
         for name, value in self._derived().items():
@@ -131,7 +143,14 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GPTConfig:
         """Make a config from `to_dict`'s form."""
-        return cls(**{**values, "rotary": RotaryConfig(**values["rotary"])})
+        made: dict[str, Any] = {"rotary": RotaryConfig(**values["rotary"])}
+        if "attention" in values:
+            made["attention"] = AttentionConfig.from_dict(values["attention"])
+        if "stream" in values:
+            made["stream"] = StreamConfig(**values["stream"])
+        if values.get("clamp") is not None:
+            made["clamp"] = ClampConfig(**values["clamp"])
+        return cls(**{**values, **made})
 
     @property
     def queries_per_group(self) -> int:
@@ -168,6 +187,7 @@ class GPTConfig:
         well.
         """
         from_own_rules = [message for rule in MODEL_RULES for message in rule(self)]
+        from_own_rules += variant_problems(self)
         return from_own_rules + (self.rotary.check() if self.position_embedding == "rope" else [])
 
     def num_parameters(self) -> int:
@@ -177,7 +197,9 @@ class GPTConfig:
         up_size = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
         qkv_bias = self.qkv_size if self.add_bias_linear or self.add_qkv_bias else 0
         biases = qkv_bias + (2 * self.hidden_size + up_size if self.add_bias_linear else 0)
-        layer = self._layer_matmul_weights() + biases + 2 * norm_size + head_norms
+        norms = (4 if self.stream.branch_norm else 2) * norm_size + head_norms
+        sinks = self.num_attention_heads if self.attention.sinks else 0
+        layer = self._layer_matmul_weights() + biases + norms + sinks
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         learned = self.position_embedding == "learned"
         positions = self.max_position_embeddings * self.hidden_size * learned
