@@ -30,6 +30,9 @@ class Role(StrEnum):
     its own."""
     REPLICATED = "replicated"
     """Every tensor rank holds the whole parameter."""
+    EXPERT = "expert"
+    """Dim 0 counts experts and is split over the expert axis; a further dim may be split over the
+    expert tensor axis. The token dispatcher brings the communication."""
 
 
 class Gradient(StrEnum):
@@ -52,14 +55,21 @@ class Split:
 
     role: Role
     dim: int | None = None
-    """Dim of the global tensor that is split over the tensor axis; None when replicated."""
+    """Dim of the global tensor that is split over the tensor axis (of experts: over the expert
+    tensor axis); None when replicated."""
     gradient: Gradient = Gradient.WHOLE
     """For replicated parameters: what each rank's gradient is before it is reduced."""
     gather_output: bool = False
     """COLUMN only: all-gather the output's last dim, so that the caller sees the whole of it."""
 
     def __post_init__(self) -> None:
-        if (self.role is Role.REPLICATED) != (self.dim is None):
+        if self.role is Role.EXPERT:
+            if self.dim == 0:
+                raise ValueError(
+                    "Split(role='expert', dim=0): dim 0 counts experts and is split over the expert"
+                    " axis; name the dim that the expert tensor axis splits, or None"
+                )
+        elif (self.role is Role.REPLICATED) != (self.dim is None):
             raise ValueError(
                 f"Split(role={self.role.value!r}, dim={self.dim}): a replicated parameter has no "
                 f"dim and every other one"
@@ -92,6 +102,16 @@ def follows(dim: int = 0) -> Split:
 def replicated(gradient: Gradient = Gradient.WHOLE) -> Split:
     """Keep the whole parameter on every tensor rank."""
     return Split(role=Role.REPLICATED, gradient=gradient)
+
+
+def experts(dim: int | None = None) -> Split:
+    """Split stacked experts: dim 0 over the expert axis, `dim` over the expert tensor axis.
+
+    `dim` counts in the global tensor: fc1 [E, F, H] 1, gated fc1 [E, 2, F, H] 2, fc2 [E, H, F] 2,
+    biases [E, F] 1 and [E, 2, F] 2. None: whole on every expert tensor rank, each of which then has
+    its whole gradient (fc2's bias [E, H]).
+    """
+    return Split(role=Role.EXPERT, dim=dim)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,10 @@ SINGLE_AXIS_NAMES = (
     "edp",
     "ep",
     "etp",
+    "ep_etp",
     "dp_cp",
+    "tp_cp",
+    "dp_cp_tp",
     "pp_tp",
     "pp_dp_cp",
     "world",
@@ -97,9 +100,12 @@ SINGLE_AXIS_NAMES = (
     "cp_outer",
 )
 
-_ATTENTION_AXES = ("cp", "cp_inner", "cp_outer")
+_LAYER_AXES = ("cp", "cp_inner", "cp_outer", "ep", "etp", "ep_etp", "tp_cp", "dp_cp_tp")
 """Axes of collectives inside the layers. They share no group with others of equal ranks: gradients
 may be reduced at any time of a backward pass, and one group's collectives need one order."""
+_EXPERT_GRADIENT_AXES = ("edp", "edp_shard", "edp_replica")
+"""Axes over which gradients of experts are reduced. With folding their ranks may be those of the
+tensor axis, whose collectives are inside the layers; so they share no group with it either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,8 @@ class ParallelMesh:
 
     Axes: pp, dp, cp, tp; edp, ep, etp; the joined dp_cp (gradients of dense parameters), pp_tp
     (the ranks that hold one copy of the model), pp_dp_cp (losses and logged numbers) and world;
+    ep_etp (the ranks that hold one copy of a layer's experts), tp_cp (the ranks that hold the
+    tokens of one micro-batch) and dp_cp_tp (all that hold tokens), for collectives in layers;
     and edges, the first and last pipeline stage (tied embeddings; size 1 elsewhere). dp_cp =
     dp_replica x dp_shard, and edp likewise: ranks over which one copy of sharded optimizer state
     (or of parameters) is spread, and ranks that hold equal parts of it. cp = cp_outer x cp_inner.
@@ -160,7 +168,7 @@ class ParallelMesh:
         """One line for logs, e.g. `tp=2 pp=2 dp=1 (4 ranks)`."""
         shown = [
             f"{name}={self.sizes[name]}"
-            for name in ("tp", "pp", "cp", "dp")
+            for name in ("tp", "pp", "cp", "dp", "ep")
             if self.sizes[name] > 1
         ]
         return f"{' '.join(shown) or 'one process'} ({self.world_size} ranks)"
@@ -210,11 +218,12 @@ class ParallelMesh:
             sizes, order, expert_order, data_replicas
         )
         lists |= _context_rank_lists(sizes, order, context_inner)
-        attention: dict[tuple[int, ...], Any] = {}
+        in_layers: dict[tuple[int, ...], Any] = {}
+        folded = sizes["ep"] > 1 or sizes["etp"] != sizes["tp"]
+        pools = dict.fromkeys(_LAYER_AXES, in_layers)
+        pools |= dict.fromkeys(_EXPERT_GRADIENT_AXES, {} if folded else made)
         axes = {
-            name: _make_axis(
-                name, groups, rank, attention if name in _ATTENTION_AXES else made, timeout
-            )
+            name: _make_axis(name, groups, rank, pools.get(name, made), timeout)
             for name, groups in lists.items()
         }
         control = (
@@ -268,6 +277,9 @@ def _axis_rank_lists(
     pipelines = rank_lists(sizes, order, ["pp"])
     lists = {name: rank_lists(sizes, order, [name]) for name in order}
     lists |= {name: rank_lists(sizes, expert_order, [name]) for name in ("edp", "ep", "etp")}
+    lists["ep_etp"] = rank_lists(sizes, expert_order, ["ep", "etp"])
+    lists["tp_cp"] = rank_lists(sizes, order, ["cp", "tp"])
+    lists["dp_cp_tp"] = rank_lists(sizes, order, ["dp", "cp", "tp"])
     lists["dp_cp"] = rank_lists(sizes, order, ["dp", "cp"])
     lists["pp_tp"] = rank_lists(sizes, order, ["pp", "tp"])
     lists["pp_dp_cp"] = rank_lists(sizes, order, ["pp", "dp", "cp"])
