@@ -51,7 +51,10 @@ class Trouble(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if self.folder:
-            (Path(self.folder) / f"step-{trainer.global_rank}").write_text(str(os.getpid()))
+            file = Path(self.folder) / f"step-{trainer.global_rank}"
+            if not file.exists():  # a reader must never find it empty
+                file.with_suffix(".new").write_text(str(os.getpid()))
+                file.with_suffix(".new").rename(file)
         if trainer.global_step != 2:
             return
         if self.mode == "exit_all":

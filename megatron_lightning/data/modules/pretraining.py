@@ -177,8 +177,9 @@ class PretrainingDataModule(TokenDataModule):
         if self.dataloader_type not in ("single", "cyclic"):
             errors.append(
                 f'dataloader_type="{self.dataloader_type}" must be "single" or "cyclic"; '
-                "Megatron's cyclic order with sharded data gives every data-parallel rank samples of its own,"
-                " so that the order of training would change with the layout: it is not offered"
+                "Megatron's cyclic order with sharded data gives every data-parallel rank samples "
+                "of its own, so that the order of training would change with the layout: it is not "
+                "offered"
             )
         try:
             parse_split(self.split)
