@@ -58,14 +58,15 @@ class MegatronModule(LightningModule, ABC):
         """Build the network if it isn't there."""
         if self.network is not None:
             return
-        self.network = self.build_network("meta")
-        if self.initial_values is not None:
-            give_values(self.network, self.initial_values, f"{self.network_attribute}.")
-        if not (
-            self._trainer is not None
-            and getattr(self.trainer.strategy, "materialises_networks", False)
-        ):
-            self._fill(self.network)
+        with torch.inference_mode(False):  # parameters made under it could never be trained
+            self.network = self.build_network("meta")
+            if self.initial_values is not None:
+                give_values(self.network, self.initial_values, f"{self.network_attribute}.")
+            if not (
+                self._trainer is not None
+                and getattr(self.trainer.strategy, "materialises_networks", False)
+            ):
+                self._fill(self.network)
 
     def _fill(self, network: nn.Module) -> None:
         seed = global_seed()

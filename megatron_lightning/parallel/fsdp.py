@@ -113,9 +113,22 @@ def _shard(module: nn.Module, options: ShardOptions, *, reshard_after_forward: b
         mp_policy=options.policy(),
     )
     assert isinstance(module, FSDPModule)
+    module.register_forward_pre_hook(_refuse_inference_mode, prepend=True)
     module.set_gradient_divide_factor(1.0)  # sums
     module.set_force_sum_reduction_for_comms(True)  # by a plain sum, which every backend has
     return module
+
+
+def _refuse_inference_mode(module: nn.Module, _: object) -> None:
+    """The buffers that parameters are gathered into are kept from the first forward pass on; made
+    under `inference_mode` no later backward pass could use them.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{type(module).__name__}: fully sharded parameters can't be gathered under"
+            " torch.inference_mode(), a later training step could not use them; call the model"
+            " under torch.no_grad()"
+        )
 
 
 def unit_problems(module: nn.Module) -> list[str]:

@@ -98,3 +98,16 @@ def announce_summary(strategy: ModelStrategy, trainer: Trainer) -> None:
         f"The model has {int(total) // mesh.dp_cp.size:,} parameters; the summary shows the "
         f"{held:,} of them that rank 0 holds ({mesh.describe()})"
     )
+
+
+def evaluate_with_no_grad(strategy: ModelStrategy, trainer: Trainer) -> None:
+    """Let the Trainer's evaluations of fully sharded parameters run under `no_grad` in place of
+    `inference_mode`, as Lightning does with its own FSDP strategy: the buffers that parameters are
+    gathered into are made by the first forward pass and kept, and made under `inference_mode` they
+    could take part in no backward pass.
+    """
+    if not any(strategy.parallel_model.sharded_roots):
+        return
+    loops: Any = trainer
+    for loop in (loops.validate_loop, loops.test_loop, loops.predict_loop):
+        loop.inference_mode = False  # that of validations within a fit is False anyway

@@ -151,6 +151,7 @@ class ModelStrategy(MeshStrategy):
         self.model = module
         adjust.confine_metrics(module, self.mesh)
         adjust.announce_summary(self, trainer)
+        adjust.evaluate_with_no_grad(self, trainer)
         load_pending(self)
         if fitting:
             self._begin_local_copies()
