@@ -16,6 +16,13 @@ from megatron_lightning.config.model_rules import (
     Norm,
     PositionEmbeddingKind,
 )
+from megatron_lightning.config.moe import (
+    MoEConfig,
+    moe_biases,
+    moe_matmul_weights,
+    moe_problems,
+    moe_weights,
+)
 from megatron_lightning.config.rotary import RotaryConfig
 from megatron_lightning.config.variants import (
     AttentionConfig,
@@ -106,6 +113,8 @@ class GPTConfig:
     """Scale of the embedding, kind and number of norms, cap of logits."""
     clamp: ClampConfig | None = None
     """GPT-OSS's clamped gated unit in place of the plain one."""
+    moe: MoEConfig | None = None
+    """Experts in place of the MLP of some or all layers; None: a dense model."""
 
     def __post_init__(self) -> None:
         for name, value in self._derived().items():
@@ -150,6 +159,8 @@ class GPTConfig:
             made["stream"] = StreamConfig(**values["stream"])
         if values.get("clamp") is not None:
             made["clamp"] = ClampConfig(**values["clamp"])
+        if values.get("moe") is not None:
+            made["moe"] = MoEConfig(**values["moe"])
         return cls(**{**values, **made})
 
     @property
@@ -182,12 +193,21 @@ class GPTConfig:
         sliding = self.window_pattern[layer % len(self.window_pattern)] == "S"
         return self.window_size if sliding else 0
 
+    def is_moe_layer(self, layer: int) -> bool:
+        """True when layer number `layer` (from 0) has experts in place of the MLP."""
+        return self.moe is not None and self.moe.is_moe_layer(layer)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return sum(map(self.is_moe_layer, range(self.num_layers)))
+
     def check(self) -> list[str]:
         """Every violated rule as a sentence with field, value and remedy; empty when all is
         well.
         """
         from_own_rules = [message for rule in MODEL_RULES for message in rule(self)]
-        from_own_rules += variant_problems(self)
+        from_own_rules += variant_problems(self) + moe_problems(self)
         return from_own_rules + (self.rotary.check() if self.position_embedding == "rope" else [])
 
     def num_parameters(self) -> int:
@@ -196,14 +216,18 @@ class GPTConfig:
         head_norms = 2 * self.head_dim * (norm_size // self.hidden_size) * self.qk_layernorm
         up_size = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
         qkv_bias = self.qkv_size if self.add_bias_linear or self.add_qkv_bias else 0
-        biases = qkv_bias + (2 * self.hidden_size + up_size if self.add_bias_linear else 0)
+        biases = qkv_bias + (self.hidden_size if self.add_bias_linear else 0)
+        mlp_biases = self.hidden_size + up_size if self.add_bias_linear else 0
         norms = (4 if self.stream.branch_norm else 2) * norm_size + head_norms
         sinks = self.num_attention_heads if self.attention.sinks else 0
-        layer = self._layer_matmul_weights() + biases + norms + sinks
+        layers = self.num_layers * (self._attention_weights() + biases + norms + sinks)
+        layers += (self.num_layers - self.num_moe_layers) * (self._mlp_weights() + mlp_biases)
+        if self.moe is not None:
+            layers += self.num_moe_layers * (moe_weights(self) + moe_biases(self))
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         learned = self.position_embedding == "learned"
         positions = self.max_position_embeddings * self.hidden_size * learned
-        return self.num_layers * layer + tables + positions + norm_size
+        return layers + tables + positions + norm_size
 
     def flops_per_token(self, seq_length: int, *, causal: bool = False) -> int:
         """Floating-point operations per token of one training step (forward and backward) at
@@ -211,24 +235,27 @@ class GPTConfig:
 
         Convention: a multiply-add is 2, backward is twice forward, recomputation is not counted;
         matrix products only (linear layers, output layer over the true vocabulary, attention scores
-        and values), no norms, activations, embedding look-up or optimizer. By default scores are
+        and values), no norms, activations, embedding look-up or optimizer; of experts, those that a
+        token is sent to. By default scores are
         counted for the whole sequence (or the window), as in appendix B of PaLM (arXiv 2204.02311),
         which most published utilisation figures use; `causal=True` counts the half that a causal
         kernel computes.
         """
-        matmul = self.num_layers * self._layer_matmul_weights() + self.vocab_size * self.hidden_size
+        matmul = self.num_layers * self._attention_weights() + self.vocab_size * self.hidden_size
+        matmul += (self.num_layers - self.num_moe_layers) * self._mlp_weights()
+        if self.moe is not None:
+            matmul += self.num_moe_layers * moe_matmul_weights(self)
         keys = sum(
             self._keys_per_query(layer, seq_length, causal=causal)
             for layer in range(self.num_layers)
         )
         return round(6 * matmul + 12 * self.attention_size * keys)
 
-    def _layer_matmul_weights(self) -> int:
-        attention = self.hidden_size * (self.qkv_size + self.attention_size)
-        return (
-            attention
-            + (3 if self.gated_linear_unit else 2) * self.hidden_size * self.ffn_hidden_size
-        )
+    def _attention_weights(self) -> int:
+        return self.hidden_size * (self.qkv_size + self.attention_size)
+
+    def _mlp_weights(self) -> int:
+        return (3 if self.gated_linear_unit else 2) * self.hidden_size * self.ffn_hidden_size
 
     def _keys_per_query(self, layer: int, seq_length: int, *, causal: bool) -> float:
         """Mean number of keys per query; a causal band of width w in a square of side s has area w
