@@ -1,5 +1,5 @@
-"""Where model families leave the plain transformer: attention's scores and softmax, the hidden state
-between the layers, the gated unit.
+"""Where model families leave the plain transformer: scores and softmax of attention, the hidden
+state between the layers, the gated unit.
 
 The defaults of `AttentionConfig` and `StreamConfig` change nothing. The formulas are in
 `layers/attention.py`, `layers/block.py`, `layers/norm.py`, `layers/mlp.py` and `layers/loss.py`.
@@ -87,8 +87,8 @@ def _local_rotary(config: GPTConfig) -> list[str]:
         return []
     if config.position_embedding != "rope":
         return [
-            f"attention.local_rotary with position_embedding={config.position_embedding!r}: leave it"
-            " None, or use 'rope'"
+            f"attention.local_rotary with position_embedding={config.position_embedding!r}: leave"
+            " it None, or use 'rope'"
         ]
     found = [f"attention.local_{problem}" for problem in local.check()]
     if local.percent != config.rotary.percent:

@@ -19,7 +19,7 @@ from megatron_lightning.layers.rotary import RotaryTables
 from megatron_lightning.parallel.context_attend import attend
 from megatron_lightning.parallel.context_kernels import choose_kernel
 from megatron_lightning.parallel.core_attention import CoreAttention
-from megatron_lightning.parallel.random import Normal
+from megatron_lightning.parallel.random import Initial, Normal
 from megatron_lightning.parallel.sequence import SequenceInfo
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ class SelfAttention(nn.Module):
 
     `linear_qkv` packs its rows per query group: the group's query heads, then its key, then its
     value. So a contiguous part of the rows is whole groups, and the number of groups here is what
-    the weight holds.
+    the weight holds. `sinks` (N,), where the config has them, are split with the heads.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -59,6 +61,12 @@ class SelfAttention(nn.Module):
             backend.norm(config, config.head_dim, device=device) if config.qk_layernorm else None
         )
         self.core_attention = backend.core_attention(config, layer)
+        sinks = None
+        self.initials: dict[str, Initial] = {}
+        if config.attention.sinks:
+            sinks = nn.Parameter(torch.empty(config.num_attention_heads, device=device))
+            self.initials["sinks"] = Normal(config.init_method_std)
+        self.register_parameter("sinks", sinks)
         self.linear_proj = backend.linear(
             config.attention_size,
             config.hidden_size,
@@ -86,9 +94,10 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = rotary.rotate(query), rotary.rotate(key)
-        context = self.core_attention(
-            query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3), sequence
-        )
+        query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+        if self.sinks is None:
+            return self.linear_proj(self.core_attention(query, key, value, sequence))
+        context = self.core_attention(query, key, value, sequence, sinks=self.sinks)
         return self.linear_proj(context)
 
 
@@ -107,6 +116,7 @@ class ReferenceAttention(CoreAttention):
         sequence: SequenceInfo | None = None,
         *,
         rows: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `CoreAttention.forward`."""
         seen = visible(key.shape[0], self.window_size, sequence, rows, key.device)
@@ -115,7 +125,13 @@ class ReferenceAttention(CoreAttention):
         )  # (B, N or G, S, D)
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
         scores = (query @ key.transpose(-1, -2)).float() * self.scale  # (B, N, S, S)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        if self.score_cap:
+            scores = self.score_cap * torch.tanh(scores / self.score_cap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            one_more = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, one_more), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : key.shape[2]]
         context = self.dropout(weights).to(value.dtype) @ value  # (B, N, S, Dv)
         return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * Dv)
 
@@ -133,10 +149,14 @@ class FusedAttention(CoreAttention):
         sequence: SequenceInfo | None = None,
         *,
         rows: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `CoreAttention.forward`. Packed documents with dropout, and `rows`, need a mask in
         memory.
         """
+        if sinks is not None or self.score_cap:
+            assert rows is None and not self.drops, "refused by the back end"  # noqa: PT018
+            return self._by_blocks(query, key, value, sequence, sinks)
         if sequence is not None and rows is None and not self.drops:
             return self._packed(query, key, value, sequence)
         seen = None
@@ -164,7 +184,28 @@ class FusedAttention(CoreAttention):
                 context = full_attention(query, key, value, scale=self.scale, dropout_p=probability)
         return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * D)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequence: SequenceInfo) -> Tensor:
+    @torch.compiler.disable
+    def _by_blocks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequence: SequenceInfo | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """By the kernels that give their log-sum-exp, which sinks join; or with capped scores."""
+        if sequence is None:
+            sequence = SequenceInfo(((query.shape[0],),) * query.shape[1])
+        return self._packed(query, key, value, sequence, sinks)
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequence: SequenceInfo,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         batch = query.shape[1]
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         context = attend(
@@ -172,9 +213,10 @@ class FusedAttention(CoreAttention):
             key,
             value,
             sequence.flat,
-            kernel=choose_kernel(query, value),
+            kernel=choose_kernel(query, value, score_cap=self.score_cap),
             scale=self.scale,
             window=self.window_size,
+            sinks=sinks,
         )  # (B * S, N, D)
         return context.unflatten(0, (batch, -1)).transpose(0, 1).flatten(2)
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x)))."""
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); with `stream.branch_norm`
+    what attention and MLP give passes a norm of its own before dropout.
+    """
 
     def __init__(
         self,
@@ -31,9 +33,16 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.input_layernorm = backend.norm(config, config.hidden_size, device=device)
         self.self_attention = SelfAttention(config, layer, backend, device=device)
+        branch_norm = config.stream.branch_norm
+        self.post_attention_layernorm = (
+            backend.norm(config, config.hidden_size, device=device) if branch_norm else None
+        )
         self.attention_dropout = backend.hidden_dropout(config)
         self.pre_mlp_layernorm = backend.norm(config, config.hidden_size, device=device)
         self.mlp = MLP(config, backend, device=device)
+        self.post_mlp_layernorm = (
+            backend.norm(config, config.hidden_size, device=device) if branch_norm else None
+        )
         self.mlp_dropout = backend.hidden_dropout(config)
 
     def forward(
@@ -44,5 +53,10 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """(S, B, H) -> (S, B, H); `sequence`: packed documents, None for one a sample."""
         attended = self.self_attention(self.input_layernorm(hidden), rotary, sequence)
+        if self.post_attention_layernorm is not None:
+            attended = self.post_attention_layernorm(attended)
         hidden = hidden + self.attention_dropout(attended)
-        return hidden + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+        fed = self.mlp(self.pre_mlp_layernorm(hidden))
+        if self.post_mlp_layernorm is not None:
+            fed = self.post_mlp_layernorm(fed)
+        return hidden + self.mlp_dropout(fed)

@@ -28,15 +28,18 @@ _SLICE_ELEMENTS = 1 << 25
 class CrossEntropy(nn.Module):
     """Per-token loss of logits whose last dim may be split and padded."""
 
-    def __init__(self, vocab_size: int, *, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, vocab_size: int, *, label_smoothing: float = 0.0, logit_cap: float = 0.0
+    ) -> None:
         """`vocab_size`: true size, without padding. `label_smoothing` in [0, 1), spread over the
-        true vocabulary.
+        true vocabulary. `logit_cap`: see `soft_cap`, which the logits have not passed yet.
         """
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and below 1")
         self.vocab_size = vocab_size
         self.label_smoothing = label_smoothing
+        self.logit_cap = logit_cap
         self.axis = MeshAxis(name="tp")
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -50,12 +53,21 @@ class CrossEntropy(nn.Module):
             axis=self.axis,
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing,
+            logit_cap=self.logit_cap,
         )
         return losses.t()
 
     def extra_repr(self) -> str:
         """Settings."""
         return f"vocab_size={self.vocab_size}, label_smoothing={self.label_smoothing}"
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Make it cap * tanh(x / cap), in float32 or wider on the way; a cap of 0 changes nothing."""
+    if not cap:
+        return x
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return (cap * torch.tanh(x.to(exact) / cap)).to(x.dtype)
 
 
 def vocabulary_cross_entropy(
@@ -65,12 +77,14 @@ def vocabulary_cross_entropy(
     axis: MeshAxis,
     vocab_size: int,
     label_smoothing: float = 0.0,
+    logit_cap: float = 0.0,
 ) -> Tensor:
     """-log softmax(logits)[target], with `label_smoothing` as torch's `cross_entropy` defines it.
 
     `logits` (..., V/tp): this rank's columns, those of rank r begin at r * V/tp, and columns from
     `vocab_size` on are padding. `targets` (...): global token ids. Returns (...) in float32
     (float64 for float64 logits), equal on every rank. See `CrossEntropy` for ids out of range.
+    With a `logit_cap` the logits pass `soft_cap` on the way, and no capped copy is made.
     ValueError when the columns of all ranks don't cover the vocabulary.
     """
     if logits.shape[:-1] != targets.shape:
@@ -84,7 +98,12 @@ def vocabulary_cross_entropy(
             " told of the tensor axis?"
         )
     losses = _CrossEntropy.apply(
-        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), axis, vocab_size, label_smoothing
+        logits.reshape(-1, logits.shape[-1]),
+        targets.reshape(-1),
+        axis,
+        vocab_size,
+        label_smoothing,
+        logit_cap,
     )
     return losses.view(targets.shape)
 
@@ -104,7 +123,13 @@ def masked_mean(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, axis: MeshAxis, vocab_size: int, smoothing: float
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        axis: MeshAxis,
+        vocab_size: int,
+        smoothing: float,
+        cap: float,
     ) -> Tensor:
         tokens, columns = logits.shape
         exact = torch.promote_types(logits.dtype, torch.float32)
@@ -115,15 +140,16 @@ class _CrossEntropy(torch.autograd.Function):
         local = local.clamp(0, columns - 1)
 
         sum_rows = _kernel_sums if kernels.can_run(logits) else _sliced_sums
-        highest, sums = sum_rows(logits, valid, axis, exact, with_total=smoothing > 0)
-        sums[1] = (logits.gather(1, local[:, None])[:, 0].to(exact) - highest) * held
+        highest, sums = sum_rows(logits, valid, axis, exact, with_total=smoothing > 0, cap=cap)
+        aimed_at = soft_cap(logits.gather(1, local[:, None])[:, 0].to(exact), cap)
+        sums[1] = (aimed_at - highest) * held
         all_reduce_(sums, axis, "sum")
 
         log_sum = sums[0].log()
         losses = log_sum - (1.0 - smoothing) * sums[1] - smoothing / vocab_size * sums[2]
         losses = losses.masked_fill(targets < 0, 0.0).masked_fill(targets >= vocab_size, torch.nan)
         ctx.save_for_backward(logits, local, held, targets < 0, highest + log_sum)
-        ctx.valid, ctx.vocab_size, ctx.smoothing = valid, vocab_size, smoothing
+        ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.cap = valid, vocab_size, smoothing, cap
         return losses
 
     @staticmethod
@@ -139,24 +165,32 @@ class _CrossEntropy(torch.autograd.Function):
             grad_losses.masked_fill(ignored, 0.0),
             valid=valid,
             spread=smoothing / ctx.vocab_size,
+            cap=ctx.cap,
         )
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def _sliced_sums(
-    logits: Tensor, valid: int, axis: MeshAxis, exact: torch.dtype, *, with_total: bool
+    logits: Tensor,
+    valid: int,
+    axis: MeshAxis,
+    exact: torch.dtype,
+    *,
+    with_total: bool,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(largest logit of each row over all ranks, which keeps exponentials in range; sums over the
     own columns (3, rows): of exponentials, 0, of all logits if asked), logits less the largest.
+    All of it of capped logits if there is a `cap`.
     """
     tokens, columns = logits.shape
     highest = torch.full((tokens,), -torch.inf, dtype=exact, device=logits.device)
     if valid:
-        highest = logits[:, :valid].amax(dim=-1).to(exact)
+        highest = soft_cap(logits[:, :valid].amax(dim=-1).to(exact), cap)
     all_reduce_(highest, axis, "max")
     sums = torch.zeros(3, tokens, dtype=exact, device=logits.device)
     for part in _slices(tokens, columns):
-        shifted = logits[part, :valid].to(exact) - highest[part, None]
+        shifted = soft_cap(logits[part, :valid].to(exact), cap) - highest[part, None]
         if with_total:
             sums[2, part] = shifted.sum(dim=-1)
         sums[0, part] = shifted.exp_().sum(dim=-1)
@@ -164,13 +198,19 @@ def _sliced_sums(
 
 
 def _kernel_sums(
-    logits: Tensor, valid: int, axis: MeshAxis, exact: torch.dtype, *, with_total: bool
+    logits: Tensor,
+    valid: int,
+    axis: MeshAxis,
+    exact: torch.dtype,
+    *,
+    with_total: bool,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`_sliced_sums` in one pass."""
     from megatron_lightning.layers.kernels import cross_entropy
 
     own, exponentials, total = cross_entropy.row_sums(
-        logits.contiguous(), valid, with_total=with_total
+        logits.contiguous(), valid, with_total=with_total, cap=cap
     )
     highest = all_reduce_(own.clone(), axis, "max") if axis.size > 1 else own
     sums = torch.zeros(3, len(logits), dtype=exact, device=logits.device)
@@ -189,16 +229,22 @@ def _sliced_gradients(
     *,
     valid: int,
     spread: float,
+    cap: float = 0.0,
 ) -> Tensor:
-    """(softmax - hit at the target - spread) * scale, row by row; 0 from column `valid` on."""
+    """(softmax - hit at the target - spread) * scale, row by row; 0 from column `valid` on. With a
+    `cap`, of capped logits, and times the derivative of the capping.
+    """
     grad = torch.empty_like(logits)
     grad[:, valid:] = 0.0
     for part in _slices(*logits.shape):
-        share = (logits[part, :valid].to(log_total.dtype) - log_total[part, None]).exp_()
+        capped = soft_cap(logits[part, :valid].to(log_total.dtype), cap)
+        share = (capped - log_total[part, None]).exp_()
         if spread:
             share.sub_(spread)
         if valid:
             share.scatter_add_(1, target[part, None], -hit[part, None])
+        if cap:
+            share.mul_(1 - (capped / cap).square_())
         grad[part, :valid] = share.mul_(scale[part, None])
     return grad
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.clamped_gate import clamped_gate
 from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.parallel.random import Normal
 
@@ -36,9 +38,27 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_of(config: GPTConfig) -> Callable[[Tensor], Tensor]:
+    """What stands between the two linear layers: (..., F) -> (..., F), or gated (..., 2, F) with
+    the gate first -> (..., F).
+    """
+    if config.clamp is not None:
+        return partial(clamped_gate, alpha=config.clamp.alpha, limit=config.clamp.limit)
+    if not config.gated_linear_unit:
+        return ACTIVATIONS[config.activation]
+    if config.activation == "silu":
+        return gated_silu
+    return partial(_gated, activation=ACTIVATIONS[config.activation])
+
+
+def _gated(inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = inner.unbind(-2)
+    return activation(gate) * up
+
+
 class MLP(nn.Module):
     """fc2(activation(fc1(x))), or gated: fc2(activation(gate) * up), where fc1's weight is [2, F,
-    H], gate first.
+    H], gate first. See `activation_of`.
     """
 
     def __init__(
@@ -46,7 +66,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gated = config.gated_linear_unit
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = activation_of(config)
         width = config.ffn_hidden_size
         self.linear_fc1 = backend.linear(
             config.hidden_size,
@@ -66,9 +86,4 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
         inner = self.linear_fc1(hidden)  # (S, B, F) or gated (S, B, 2, F)
-        if self.gated and self.activation is F.silu:
-            return self.linear_fc2(gated_silu(inner))
-        if self.gated:
-            gate, up = inner.unbind(-2)
-            return self.linear_fc2(self.activation(gate) * up)
         return self.linear_fc2(self.activation(inner))

@@ -12,17 +12,29 @@ from megatron_lightning.parallel.random import Constant, Initial
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, or `zero_centered` with the factor 1 + weight."""
 
-    def __init__(self, size: int, epsilon: float, *, device: str | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        *,
+        zero_centered: bool = False,
+        device: str | None = None,
+    ) -> None:
         super().__init__()
         self.epsilon = epsilon
+        self.zero_centered = zero_centered
         self.weight = nn.Parameter(torch.empty(size, device=device))
-        self.initials: dict[str, Initial] = {"weight": Constant(1.0)}
+        self.initials: dict[str, Initial] = {"weight": Constant(0.0 if zero_centered else 1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size)."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        if not self.zero_centered:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        # 1 + weight is never made: bfloat16 would round the weight away.
+        normed = F.rms_norm(x, self.weight.shape, None, self.epsilon)
+        return torch.addcmul(normed, normed, self.weight)
 
 
 class LayerNorm(nn.Module):

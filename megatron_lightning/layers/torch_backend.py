@@ -36,8 +36,16 @@ class TorchBackend:
     """Name for messages and logs."""
 
     def supports(self, config: GPTConfig) -> list[str]:
-        """Nothing is refused."""
-        return []
+        """Dropping probabilities that a kernel of blocks makes is refused."""
+        attention = config.attention
+        blocks = attention.sinks or attention.score_cap
+        if self.attention != "fused" or not blocks or config.attention_dropout == 0:
+            return []
+        return [
+            f"attention_dropout={config.attention_dropout} with attention.sinks={attention.sinks},"
+            f" attention.score_cap={attention.score_cap}: no fused kernel does both; use"
+            " attention='reference', or attention_dropout=0"
+        ]
 
     def linear(
         self,
@@ -55,16 +63,19 @@ class TorchBackend:
         self, config: GPTConfig, size: int, *, device: str | None = None
     ) -> RMSNorm | LayerNorm:
         """See `LayerBackend.norm`."""
-        kind = RMSNorm if config.norm == "rmsnorm" else LayerNorm
-        return kind(size, config.norm_epsilon, device=device)
+        if config.norm == "layernorm":
+            return LayerNorm(size, config.norm_epsilon, device=device)
+        centered = config.stream.zero_centered_norm
+        return RMSNorm(size, config.norm_epsilon, zero_centered=centered, device=device)
 
     def core_attention(self, config: GPTConfig, layer: int) -> CoreAttention:
         """See `LayerBackend.core_attention`."""
         kind = FusedAttention if self.attention == "fused" else ReferenceAttention
         return kind(
-            scale=1.0 / math.sqrt(config.head_dim),
+            scale=1.0 / math.sqrt(config.attention.scale_dim or config.head_dim),
             window_size=config.window_of(layer),
             dropout=Dropout(config.attention_dropout, Layout.HEADS),
+            score_cap=config.attention.score_cap,
         )
 
     def hidden_dropout(self, config: GPTConfig) -> Dropout:

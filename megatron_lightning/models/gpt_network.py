@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.backend import LayerBackend, check_supported
 from megatron_lightning.layers.block import TransformerLayer
-from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.loss import CrossEntropy, soft_cap
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.sequence import PackedSequences
 from megatron_lightning.layers.staged import Carried, StagedNetwork
@@ -31,11 +31,14 @@ class GPTEmbedding(nn.Module):
         self.position_embeddings = (
             backend.position_embeddings(config, device=device) if learned else None
         )
+        self.scale = config.stream.embedding_scale
         self.dropout = backend.hidden_dropout(config)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """(B, S) -> (S, B, H); positions count from 0 when not given."""
         hidden = self.word_embeddings(tokens)
+        if self.scale != 1.0:
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()
         if self.position_embeddings is not None:
             if position_ids is None:
                 position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(
@@ -89,9 +92,15 @@ class GPTNetwork(StagedNetwork):
         self.output_layer = backend.output_layer(config, device=device)
         if config.tie_word_embeddings:
             self.output_layer.weight = self.embedding.word_embeddings.weight
-        self.loss = CrossEntropy(config.vocab_size, label_smoothing=config.label_smoothing)
+        self.loss = CrossEntropy(
+            config.vocab_size,
+            label_smoothing=config.label_smoothing,
+            logit_cap=config.stream.logit_cap,
+        )
         rotates = config.position_embedding == "rope"
         self.rotary = RotaryEmbedding(config.rotary_dim, config.rotary) if rotates else None
+        local = config.attention.local_rotary
+        self.local_rotary = None if local is None else RotaryEmbedding(config.rotary_dim, local)
         self.packed = PackedSequences()
 
     def begin(
@@ -123,8 +132,15 @@ class GPTNetwork(StagedNetwork):
         if position_ids is None:
             position_ids = self.packed.positions(cu_seqlens)
         # From the tokens' shape, since the hidden state may hold only a part of the sequence.
-        tables = self.rotary(tokens.shape[1], position_ids, tokens.device)
+        tables = self._rotary_of(int(name))(tokens.shape[1], position_ids, tokens.device)
         return layer(carried, tables, sequence)
+
+    def _rotary_of(self, layer: int) -> RotaryEmbedding:
+        """That of layer number `layer`: sliding ones may have their own."""
+        sliding = self.local_rotary is not None and self.config.window_of(layer)
+        found = self.local_rotary if sliding else self.rotary
+        assert found is not None
+        return found
 
     def finish(
         self,
@@ -138,4 +154,6 @@ class GPTNetwork(StagedNetwork):
         logits.
         """
         logits = self.output_layer(self.decoder.final_layernorm(carried))
-        return self.output_layer.whole(logits) if labels is None else self.loss(logits, labels)
+        if labels is not None:
+            return self.loss(logits, labels)
+        return soft_cap(self.output_layer.whole(logits), self.config.stream.logit_cap)

@@ -57,6 +57,11 @@ def gpt_splits(config: GPTConfig) -> dict[str, Split]:
         splits[f"{layer}.self_attention.linear_proj.bias"] = sequence
         splits[f"{layer}.mlp.linear_fc1.bias"] = follows(fc1_dim)
         splits[f"{layer}.mlp.linear_fc2.bias"] = sequence
+    if config.stream.branch_norm:
+        splits[f"{layer}.post_attention_layernorm.*"] = sequence
+        splits[f"{layer}.post_mlp_layernorm.*"] = sequence
+    if config.attention.sinks:
+        splits[f"{layer}.self_attention.sinks"] = follows()
     if config.qk_layernorm:
         splits[f"{layer}.self_attention.[qk]_layernorm.*"] = replicated(Gradient.PARTIAL)
     return splits

@@ -25,7 +25,7 @@ from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.parallel.context_all_to_all import HeadExchange
 from megatron_lightning.parallel.context_gather import gather_documents, gathered_attention
-from megatron_lightning.parallel.context_kernels import choose_kernel
+from megatron_lightning.parallel.context_kernels import BlockKernel, choose_kernel
 from megatron_lightning.parallel.context_ring import ring_attention
 from megatron_lightning.parallel.context_slices import local_index
 from megatron_lightning.parallel.core_attention import CoreAttention
@@ -141,7 +141,10 @@ class ContextAttention(CoreAttention):
 
     def __init__(self, core: CoreAttention, axes: ContextAxes, form: ContextForm) -> None:
         super().__init__(
-            scale=core.scale, window_size=core.window_size, dropout=core.get_submodule("dropout")
+            scale=core.scale,
+            window_size=core.window_size,
+            dropout=core.get_submodule("dropout"),
+            score_cap=core.score_cap,
         )
         self.inner = core
         self.axes = axes
@@ -156,6 +159,7 @@ class ContextAttention(CoreAttention):
         sequence: SequenceInfo | None = None,
         *,
         rows: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See the class; `rows` is not for this core."""
         assert rows is None
@@ -167,14 +171,14 @@ class ContextAttention(CoreAttention):
                 f" tokens, but attention has {batch} of {length}"
             )
         if self.form == "all_gather" and (self.inner.written_out or self.drops):
-            return self._gathered_in_the_open(query, key, value, sequence, whole)
+            return self._gathered_in_the_open(query, key, value, sequence, whole, sinks)
         query, key, value = (
             x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)
         )  # (B * S/cp, N or G, D)
         if self.form == "all_to_all":
-            context = self._exchanged(query, key, value, sequence, whole)
+            context = self._exchanged(query, key, value, sequence, whole, sinks)
         elif self.form == "hierarchical":
-            context = self._hierarchical(query, key, value, whole)
+            context = self._hierarchical(query, key, value, whole, sinks)
         else:
             attention = ring_attention if self.form == "ring" else gathered_attention
             context = attention(
@@ -183,11 +187,17 @@ class ContextAttention(CoreAttention):
                 value,
                 whole.flat,
                 axis=self.axes.whole,
-                kernel=choose_kernel(query, value, written_out=self.inner.written_out),
+                kernel=self._kernel(query, value),
                 scale=self.scale,
                 window=self.window_size,
+                sinks=sinks,
             )
         return context.unflatten(0, (batch, -1)).transpose(0, 1).flatten(2)  # (S/cp, B, N * Dv)
+
+    def _kernel(self, query: Tensor, value: Tensor) -> BlockKernel:
+        return choose_kernel(
+            query, value, written_out=self.inner.written_out, score_cap=self.score_cap
+        )
 
     def _gathered_in_the_open(
         self,
@@ -196,6 +206,7 @@ class ContextAttention(CoreAttention):
         value: Tensor,
         sequence: SequenceInfo | None,
         whole: SequenceInfo,
+        sinks: Tensor | None,
     ) -> Tensor:
         """The core itself, with all keys and the own queries: for dropout and written-out cores."""
         axis, batch = self.axes.whole, query.shape[1]
@@ -207,7 +218,8 @@ class ContextAttention(CoreAttention):
         )  # (S, B, G, D)
         own = local_index(whole.flat, axis.size, axis.rank).view(batch, -1)
         rows = own - torch.arange(batch)[:, None] * keys.shape[0]
-        return self.inner(query, keys, values, sequence, rows=rows.to(query.device))
+        rows = rows.to(query.device)
+        return self.inner(query, keys, values, sequence, rows=rows, sinks=sinks)
 
     def _exchanged(
         self,
@@ -216,6 +228,7 @@ class ContextAttention(CoreAttention):
         value: Tensor,
         sequence: SequenceInfo | None,
         whole: SequenceInfo,
+        sinks: Tensor | None,
     ) -> Tensor:
         axis, batch = self.axes.whole, len(whole.lengths)
         exchange = HeadExchange(whole.flat, axis.size, range(axis.size), axis)
@@ -224,12 +237,18 @@ class ContextAttention(CoreAttention):
             exchange.to_heads(x).unflatten(0, (batch, -1)).transpose(0, 1)
             for x in (query, key, value)
         )  # (S, B, N/cp or G/cp, D)
-        context = self.inner(query, key, value, sequence)  # (S, B, N/cp * Dv)
+        own = _own_heads(sinks, axis)
+        context = self.inner(query, key, value, sequence, sinks=own)  # (S, B, N/cp * Dv)
         context = context.transpose(0, 1).flatten(0, 1).unflatten(1, (-1, size))
         return exchange.to_tokens(context)
 
     def _hierarchical(
-        self, query: Tensor, key: Tensor, value: Tensor, whole: SequenceInfo
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: SequenceInfo,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Heads between neighbours, whose tokens together are one part of a ring of groups."""
         inner, outer, size = self.axes.inner, self.axes.outer, self.axes.whole.size
@@ -242,12 +261,18 @@ class ContextAttention(CoreAttention):
             value,
             whole.flat,
             axis=outer,
-            kernel=choose_kernel(query, value, written_out=self.inner.written_out),
+            kernel=self._kernel(query, value),
             scale=self.scale,
             window=self.window_size,
+            sinks=_own_heads(sinks, inner),
         )
         return exchange.to_tokens(context)
 
     def extra_repr(self) -> str:
         """Form and size."""
         return f"form={self.form}, size={self.axes.whole.size}"
+
+
+def _own_heads(sinks: Tensor | None, axis: MeshAxis) -> Tensor | None:
+    """Those of the heads that an exchange over `axis` brings here."""
+    return None if sinks is None else sinks.chunk(axis.size)[axis.rank]

@@ -28,13 +28,14 @@ def attend(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each document of `lengths`, all of them whole and here, with gradients.
 
-    (T, N, D), (T, G, D), (T, G, Dv) -> (T, N, Dv).
+    (T, N, D), (T, G, D), (T, G, Dv) -> (T, N, Dv). `sinks` (N,): see `Merged.result`.
     """
     calls = gathered_calls(tuple(lengths), 1, 0, causal, window)
-    result: Tensor = _Attend.apply(query, key, value, calls, kernel, scale)
+    result: Tensor = _Attend.apply(query, key, value, sinks, calls, kernel, scale)
     return result
 
 
@@ -68,11 +69,19 @@ class Merged:
         self._output[rows] = before * kept + output.to(self._exact) * new
         self._log_sum[:, rows] = total
 
-    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(output in `dtype`, log-sum-exp)."""
-        assert self._output is not None
-        assert self._log_sum is not None
-        return self._output.to(dtype), self._log_sum
+    def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(output in `dtype`, log-sum-exp).
+
+        `sinks` (N,) are scores of one more key a head, whose value is zero: they join the
+        log-sum-exp, so that the backward pass of all other keys follows from what is returned.
+        """
+        output, log_sum = self._output, self._log_sum
+        assert output is not None
+        assert log_sum is not None
+        if sinks is not None:
+            total = torch.logaddexp(log_sum, sinks.to(self._exact)[:, None])
+            output, log_sum = output * (log_sum - total).exp().t()[..., None], total
+        return output.to(dtype), log_sum
 
 
 def forward_calls(
@@ -133,6 +142,19 @@ def backward_calls(
             into[_rows(spans, into.device)] += gradient  # no row twice in one call
 
 
+def sink_gradient(
+    grad: Tensor, output: Tensor, log_sum: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """Gradient of `sinks` (N,), from that of the output (T, N, D): the share of each sink times
+    its score's derivative, 0 - sum(grad * output).
+    """
+    if sinks is None:
+        return None
+    delta = (grad.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(dim=-1)  # (T, N)
+    share = (sinks.to(log_sum.dtype)[:, None] - log_sum).exp()  # (N, T)
+    return -(share * delta.t()).sum(dim=1).to(sinks.dtype)
+
+
 def zeros_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Sums to add gradients to, float32 or wider."""
     return tuple(
@@ -159,21 +181,22 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         calls: tuple[Call, ...],
         kernel: BlockKernel,
         scale: float,
     ) -> Tensor:
         merged = Merged(query, value)
         forward_calls(merged, calls, query, key, value, kernel=kernel, scale=scale)
-        output, log_sum = merged.result(query.dtype)
-        ctx.save_for_backward(query, key, value, output, log_sum)
+        output, log_sum = merged.result(query.dtype, sinks)
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum = ctx.saved_tensors
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
         d_query, d_key, d_value = zeros_like(query, key, value)
         backward_calls(
             (d_query, d_key, d_value),
@@ -187,4 +210,7 @@ class _Attend(torch.autograd.Function):
             kernel=ctx.kernel,
             scale=ctx.scale,
         )
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 3
+        d_sinks = sink_gradient(grad, output, log_sum, sinks)
+        kinds = (query.dtype, key.dtype, value.dtype)
+        given = tuple(x.to(k) for x, k in zip((d_query, d_key, d_value), kinds, strict=True))
+        return *given, d_sinks, None, None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -129,10 +130,14 @@ def _flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
+@dataclass(frozen=True)
 class MathKernel(EachSequence):
     """The formulas written out with float32 scores, for slices of queries: on any device, and the
     oracle of the others.
     """
+
+    score_cap: float = 0.0
+    """Scores s become cap * tanh(s / cap); 0: they stay."""
 
     def forward_batch(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, band: Band
@@ -143,9 +148,11 @@ class MathKernel(EachSequence):
         outputs: list[Tensor] = []
         log_sums: list[Tensor] = []
         for rows in _query_slices(query, key):
-            scores = _scores(query, key, rows, scale, band)
+            keys = _key_slice(query, key, rows, band)
+            scores = self._scores(query, key, rows, keys, scale, band)
             log_sum = scores.logsumexp(dim=-1)
-            outputs.append((scores - log_sum[..., None]).exp().to(value.dtype) @ value)
+            weights = (scores - log_sum[..., None]).exp().to(value.dtype)
+            outputs.append(weights @ value[:, :, keys])
             log_sums.append(log_sum)
         return torch.cat(outputs, dim=2), torch.cat(log_sums, dim=2)
 
@@ -168,25 +175,42 @@ class MathKernel(EachSequence):
         d_key = torch.zeros_like(key_all, dtype=exact)
         d_value = torch.zeros_like(value_all, dtype=exact)
         for rows in _query_slices(query, key_all):
-            scores = _scores(query, key_all, rows, scale, band)
+            keys = _key_slice(query, key_all, rows, band)
+            scores = self._scores(query, key_all, rows, keys, scale, band)
             weights = (scores - log_sum[:, :, rows, None]).exp()
             part = grad[:, :, rows]
             delta = (part.to(exact) * output[:, :, rows].to(exact)).sum(dim=-1, keepdim=True)
-            d_weights = (part @ value_all.transpose(-1, -2)).to(exact)
-            d_scores = (weights * (d_weights - delta) * scale).to(query.dtype)
-            d_query[:, :, rows] = d_scores @ key_all
-            d_key += d_scores.transpose(-1, -2) @ query[:, :, rows]
-            d_value += weights.to(grad.dtype).transpose(-1, -2) @ part
+            d_weights = (part @ value_all[:, :, keys].transpose(-1, -2)).to(exact)
+            d_scores = weights * (d_weights - delta) * scale
+            if self.score_cap:
+                seen = scores > -torch.inf  # where it is not, the weight is 0
+                d_scores *= 1 - (scores / self.score_cap).square().where(seen, 0.0)
+            d_scores = d_scores.to(query.dtype)
+            d_query[:, :, rows] = d_scores @ key_all[:, :, keys]
+            d_key[:, :, keys] += d_scores.transpose(-1, -2) @ query[:, :, rows]
+            d_value[:, :, keys] += weights.to(grad.dtype).transpose(-1, -2) @ part
         return d_query, _sum_repeated(d_key, groups), _sum_repeated(d_value, groups)
 
+    def _scores(
+        self, query: Tensor, key: Tensor, rows: slice, keys: slice, scale: float, band: Band
+    ) -> Tensor:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        scores = (query[:, :, rows] @ key[:, :, keys].transpose(-1, -2)).to(exact) * scale
+        if self.score_cap:
+            scores = self.score_cap * torch.tanh(scores / self.score_cap)
+        if band.is_full:
+            return scores
+        seen = band_mask(query.shape[2], key.shape[2], band, query.device)[rows, keys]
+        return scores.masked_fill(~seen, -torch.inf)
 
-def _scores(query: Tensor, key: Tensor, rows: slice, scale: float, band: Band) -> Tensor:
-    exact = torch.promote_types(query.dtype, torch.float32)
-    scores = (query[:, :, rows] @ key.transpose(-1, -2)).to(exact) * scale
-    if band.is_full:
-        return scores
-    seen = band_mask(query.shape[2], key.shape[2], band, query.device)[rows]
-    return scores.masked_fill(~seen, -torch.inf)
+
+def _key_slice(query: Tensor, key: Tensor, rows: slice, band: Band) -> slice:
+    """The keys that any query of `rows` sees."""
+    length = key.shape[2]
+    shift = length - query.shape[2]
+    first = 0 if band.left is None else max(0, rows.start + shift - band.left)
+    last = length if band.right is None else min(length, rows.stop + shift + band.right)
+    return slice(min(first, length), max(last, 0))
 
 
 def band_mask(num_queries: int, num_keys: int, band: Band, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from megatron_lightning.parallel.context_attend import (
     Merged,
     backward_calls,
     forward_calls,
+    sink_gradient,
     zeros_like,
 )
 from megatron_lightning.parallel.context_kernels import BlockKernel
@@ -38,10 +39,11 @@ def gathered_attention(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the local queries to all keys before them; arguments as in `ring_attention`."""
     result: Tensor = _Gathered.apply(
-        query, key, value, tuple(lengths), axis, kernel, scale, causal, window
+        query, key, value, sinks, tuple(lengths), axis, kernel, scale, causal, window
     )
     return result
 
@@ -79,6 +81,7 @@ class _Gathered(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         lengths: tuple[int, ...],
         axis: MeshAxis,
         kernel: BlockKernel,
@@ -90,15 +93,15 @@ class _Gathered(torch.autograd.Function):
         merged = Merged(query, value)
         keys, values = _gather_pair(key, value, lengths, axis)
         forward_calls(merged, calls, query, keys, values, kernel=kernel, scale=scale)
-        output, log_sum = merged.result(query.dtype)
-        ctx.save_for_backward(query, key, value, output, log_sum)
+        output, log_sum = merged.result(query.dtype, sinks)
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.settings = lengths, axis, kernel, scale, calls
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum = ctx.saved_tensors
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
         lengths, axis, kernel, scale, calls = ctx.settings
         keys, values = _gather_pair(key, value, lengths, axis)
         d_query, d_keys, d_values = zeros_like(query, keys, values)
@@ -122,6 +125,7 @@ class _Gathered(torch.autograd.Function):
             d_query.to(query.dtype),
             d_key.to(key.dtype),
             d_value.to(value.dtype),
+            sink_gradient(grad, output, log_sum, sinks),
             *(None,) * 6,
         )
 

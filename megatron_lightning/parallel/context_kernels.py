@@ -58,10 +58,14 @@ class BlockKernel(Protocol):
         ...
 
 
-def choose_kernel(query: Tensor, value: Tensor, *, written_out: bool = False) -> BlockKernel:
-    """The fastest kernel for these tensors; `written_out` asks for the plain mathematics."""
-    if written_out:
-        return MathKernel()
+def choose_kernel(
+    query: Tensor, value: Tensor, *, written_out: bool = False, score_cap: float = 0.0
+) -> BlockKernel:
+    """The fastest kernel for these tensors; `written_out` asks for the plain mathematics, which is
+    also what capped scores need.
+    """
+    if written_out or score_cap:
+        return MathKernel(score_cap)
     if query.device.type == "cpu":
         return CpuKernel()
     if cudnn_fits(query, value):

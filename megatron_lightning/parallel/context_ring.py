@@ -20,6 +20,7 @@ from megatron_lightning.parallel.context_attend import (
     Merged,
     backward_calls,
     forward_calls,
+    sink_gradient,
     zeros_like,
 )
 from megatron_lightning.parallel.context_kernels import BlockKernel
@@ -40,14 +41,16 @@ def ring_attention(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the local queries to all keys before them, with gradients.
 
     (T, N, D), (T, G, D), (T, G, Dv) of the own zig-zag part -> (T, N, Dv). `lengths`: those of the
-    whole documents, T * axis.size tokens together.
+    whole documents, T * axis.size tokens together. `sinks` (N,): see `Merged.result`; each rank's
+    gradient of them is that of its own queries.
     """
     result: Tensor = _Ring.apply(
-        query, key, value, tuple(lengths), axis, kernel, scale, causal, window
+        query, key, value, sinks, tuple(lengths), axis, kernel, scale, causal, window
     )
     return result
 
@@ -80,6 +83,7 @@ class _Ring(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         lengths: tuple[int, ...],
         axis: MeshAxis,
         kernel: BlockKernel,
@@ -98,15 +102,15 @@ class _Ring(torch.autograd.Function):
             forward_calls(merged, calls, query, keys, values, kernel=kernel, scale=scale)
             if finish is not None:
                 keys, values = finish()
-        output, log_sum = merged.result(query.dtype)
-        ctx.save_for_backward(query, key, value, output, log_sum)
+        output, log_sum = merged.result(query.dtype, sinks)
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.settings = lengths, axis, kernel, scale, causal, window
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum = ctx.saved_tensors
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
         lengths, axis, kernel, scale, causal, window = ctx.settings
         (d_query,) = zeros_like(query)
         keys, values = key, value
@@ -141,5 +145,6 @@ class _Ring(torch.autograd.Function):
             d_query.to(query.dtype),
             d_key.to(key.dtype),
             d_value.to(value.dtype),
+            sink_gradient(grad, output, log_sum, sinks),
             *(None,) * 6,
         )

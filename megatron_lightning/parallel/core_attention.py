@@ -35,20 +35,23 @@ class AttentionDropout(Protocol):
 class CoreAttention(nn.Module, ABC):
     """Causal attention: (S, B, N, D), (S, B, G, D), (S, B, G, Dv) -> (S, B, N * Dv).
 
-    Query head i reads group i * G // N. A core has no parameters.
+    Query head i reads group i * G // N. A core has no parameters: sinks are handed to it.
     """
 
     written_out: ClassVar[bool] = False
     """True when probabilities are made in the open, in float32, and not inside a fused kernel."""
     dropout: AttentionDropout
 
-    def __init__(self, *, scale: float, window_size: int = 0, dropout: nn.Module) -> None:
+    def __init__(
+        self, *, scale: float, window_size: int = 0, dropout: nn.Module, score_cap: float = 0.0
+    ) -> None:
         """`scale` multiplies the scores; `window_size` in tokens, 0 for none; `dropout` of layout
-        HEADS.
+        HEADS; scores s become score_cap * tanh(s / score_cap) unless it is 0.
         """
         super().__init__()
         self.scale = scale
         self.window_size = window_size
+        self.score_cap = score_cap
         self.add_module("dropout", dropout)
 
     @property
@@ -65,9 +68,11 @@ class CoreAttention(nn.Module, ABC):
         sequence: SequenceInfo | None = None,
         *,
         rows: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend, within documents if `sequence` says that rows are packed.
 
         `rows` (1 or B, S'): which tokens of the whole sequence the queries (S', B, N, D) are, when
-        they are some of them; keys and values are always those of all tokens.
+        they are some of them; keys and values are always those of all tokens. `sinks` (N,): a
+        score for each head that joins the softmax's denominator and has no value.
         """

@@ -15,6 +15,12 @@ _WARPS = 8
 
 
 @triton.jit
+def _soft_cap(x, cap):
+    """Make it cap * tanh(x / cap), by the sigmoid of twice the argument."""
+    return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
+
+
+@triton.jit
 def _row_sums(
     logits,
     highest,
@@ -22,7 +28,9 @@ def _row_sums(
     totals,
     stride,
     columns,
+    cap,
     with_total: tl.constexpr,
+    capped: tl.constexpr,
     block: tl.constexpr,
 ):
     """Largest logit of a row, the sum of exp(logit - largest), and the plain sum if asked."""
@@ -35,6 +43,8 @@ def _row_sums(
         inside = start + lane < columns
         x = tl.load(logits + row * stride + start + lane, mask=inside, other=float("-inf"))
         x = x.to(tl.float32)
+        if capped:
+            x = tl.where(inside, _soft_cap(x, cap), float("-inf"))
         above = tl.maximum(largest, x)
         # A lane that has seen nothing but -inf adds nothing; -inf less itself would be NaN.
         seen = above > float("-inf")
@@ -62,6 +72,8 @@ def _row_gradients(
     columns,
     valid,
     spread,
+    cap,
+    capped: tl.constexpr,
     block: tl.constexpr,
 ):
     """(softmax - hit at the target - spread) * scale, 0 from column `valid` on."""
@@ -75,15 +87,22 @@ def _row_gradients(
         column = start + lane
         inside = column < columns
         x = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        if capped:
+            x = _soft_cap(x, cap)
         share = tl.exp(x - log_total) - spread - tl.where(column == target, hit, 0.0)
+        if capped:
+            share = share * (1.0 - (x / cap) * (x / cap))
         share = tl.where(column < valid, share * scale, 0.0)
         kept = share.to(gradients.dtype.element_ty)
         tl.store(gradients + row * stride + column, kept, mask=inside)
 
 
-def row_sums(logits: Tensor, valid: int, *, with_total: bool) -> tuple[Tensor, Tensor, Tensor]:
+def row_sums(
+    logits: Tensor, valid: int, *, with_total: bool, cap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """(largest, sum of exp(logit - largest), sum of logits or zeros) of the first `valid` columns
-    of each row, float32 (rows,) each. `logits`: (rows, columns), contiguous.
+    of each row, float32 (rows,) each. `logits`: (rows, columns), contiguous; capped on the way
+    unless `cap` is 0.
     """
     rows, columns = logits.shape
     highest, exponentials, totals = torch.zeros(3, rows, device=logits.device).unbind()
@@ -94,7 +113,9 @@ def row_sums(logits: Tensor, valid: int, *, with_total: bool) -> tuple[Tensor, T
         totals,
         columns,
         valid,
+        cap,
         with_total=with_total,
+        capped=cap > 0,
         block=_BLOCK,
         num_warps=_WARPS,
     )
@@ -110,8 +131,10 @@ def row_gradients(
     *,
     valid: int,
     spread: float,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Gradient of the losses: (rows, columns) in the dtype of `logits`.
+    """Gradient of the losses: (rows, columns) in the dtype of `logits`, which are capped on the way
+    unless `cap` is 0.
 
     By row, (rows,) each: `log_totals`, logarithm of the sum of exponentials; `targets`, a column;
     `hits`, what is subtracted there; `scales`, the gradient of the row's loss.
@@ -129,6 +152,8 @@ def row_gradients(
         columns,
         valid,
         spread,
+        cap,
+        capped=cap > 0,
         block=_BLOCK,
         num_warps=_WARPS,
     )
