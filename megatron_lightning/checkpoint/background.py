@@ -1,7 +1,7 @@
 """The writer process of a rank, and one write that is under way.
 
 The process is `data_file.py`, run as a program; it is started when the first save needs it. A
-thread waits for the copies from the device, hands the boxes over and waits for the answer, so that
+thread makes the copies from the device, hands the boxes over and waits for the answer, so that
 the trainer's thread is free.
 """
 
@@ -107,12 +107,12 @@ class WriteJob(threading.Thread):
         path: Path | None,
         boxes: Sequence[tuple[int, int]],
         *,
-        wait_for_copies: Callable[[], None],
+        copy: Callable[[], None],
         began: float,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self._writer, self._path, self._boxes = writer, path, boxes
-        self._wait_for_copies, self._began = wait_for_copies, began
+        self._copy, self._began = copy, began
         self._answer: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self.staging_seconds = 0.0
@@ -121,14 +121,14 @@ class WriteJob(threading.Thread):
     @classmethod
     def failed_before(cls, error: BaseException) -> WriteJob:
         """A job that could not be made."""
-        job = cls(WriterProcess(-1), None, [], wait_for_copies=lambda: None, began=time.monotonic())
+        job = cls(WriterProcess(-1), None, [], copy=lambda: None, began=time.monotonic())
         job.fail(error)
         return job
 
     def run(self) -> None:
-        """Wait for the copies, then for the writing."""
+        """Copy, then have it written."""
         try:
-            self._wait_for_copies()
+            self._copy()
             self.staging_seconds = time.monotonic() - self._began
             if self._path is not None:
                 self._answer = self._writer.write(self._path, self._boxes)

@@ -9,6 +9,7 @@ nothing.
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,11 +70,12 @@ class BoxedTensor(torch.Tensor):
 
         Raises ValueError if the box does not fit in `global_shape` or in `local`.
         """
-        held = _held_box(local.shape, global_shape, offsets, sizes)
+        held = _held_box(tuple(local.shape), global_shape, offsets, sizes)
         local = local.detach()
         parts = []
         if held.numel or not math.prod(global_shape):
-            parts.append((held, local[Box.whole(held.sizes).slices()]))
+            whole = held.sizes == tuple(local.shape)
+            parts.append((held, local if whole else local[Box.whole(held.sizes).slices()]))
         return cls.from_views(global_shape, parts, dtype=local.dtype, device=local.device)
 
     @classmethod
@@ -182,7 +184,18 @@ def _held_box(
     offsets: Sequence[int],
     sizes: Sequence[int] | None,
 ) -> Box:
-    held = Box(tuple(offsets), tuple(local_shape if sizes is None else sizes))
+    held = tuple(local_shape if sizes is None else sizes)
+    return _checked_box(tuple(local_shape), tuple(global_shape), tuple(offsets), held)
+
+
+@lru_cache(maxsize=65536)  # asked for again in every save, of a weight and of each of its moments
+def _checked_box(
+    local_shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> Box:
+    held = Box(offsets, sizes)
     if not len(local_shape) == len(global_shape) == len(held.offsets) == len(held.sizes):
         raise ValueError(
             f"local shape {list(local_shape)}, global shape {list(global_shape)},"

@@ -2,7 +2,10 @@
 
 from megatron_lightning.checkpoint.codec import Codec
 from megatron_lightning.config.checkpoint import CheckpointConfig
+from megatron_lightning.config.latent_attention import LatentAttentionConfig
+from megatron_lightning.config.lora import LoraConfig
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -20,6 +23,9 @@ CODEC = Codec(
         ClampConfig,
         DataParallelConfig,
         GPTConfig,
+        LoraConfig,
+        LatentAttentionConfig,
+        MultiTokenPredictionConfig,
         OptimizerConfig,
         ParallelConfig,
         PipelineConfig,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_lightning.checkpoint.background import WriteJob, WriterProcess
 from megatron_lightning.checkpoint.buffers import HostBuffers
+from megatron_lightning.checkpoint.device_copies import DeviceCopies
 from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.checkpoint.planner import BoxSavePlanner
 
@@ -28,15 +29,15 @@ class Staged:
     """One rank's boxes on their way."""
 
     job: WriteJob
-    copied: torch.cuda.Event | None = None
+    copies: DeviceCopies | None = None
     sources: Sequence[tuple[str, Tensor, int]] = ()
     """Name, memory and version of what is still being copied."""
 
     def before_update(self) -> None:
         """Let the device wait for the copies, and note what was changed under them."""
-        if self.copied is None:
+        if self.copies is None:
             return
-        torch.cuda.current_stream().wait_event(self.copied)
+        self.copies.hold(torch.cuda.current_stream())
         changed = [name for name, view, version in self.sources if _version(view) != version]
         if changed:
             self.job.fail(
@@ -45,7 +46,7 @@ class Staged:
                     f" optimizer; set CheckpointConfig(overlap_copies=False)"
                 )
             )
-        self.copied, self.sources = None, ()
+        self.copies, self.sources = None, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Stager:
         self._process: WriterProcess | None = None
         self._placed: _Placed | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._copies: DeviceCopies | None = None
         self._preparing: threading.Thread | None = None
 
     def prepare(self, views: Sequence[Tensor]) -> None:
@@ -111,19 +113,19 @@ class Stager:
             if self._placed is None or self._placed.plan is not plan:
                 self._placed = _Placed.of(plan, views, buffers)
             targets = self._placed.targets
-            copied, sources = self._copy(views, targets, steady)
+            copies, sources = self._copy(views, targets, steady)
             job = WriteJob(
                 process,
                 folder / plan.storage_data if views else None,
                 self._placed.boxes,
-                wait_for_copies=copied.synchronize if copied is not None else lambda: None,
+                copy=copies.run if copies is not None else lambda: None,
                 began=began,
             )
         except Exception as error:  # whatever it is: all ranks hear of it when they poll
             self._placed = None
-            job, copied, sources = WriteJob.failed_before(error), None, []
+            job, copies, sources = WriteJob.failed_before(error), None, []
         job.start()
-        return Staged(job=job, copied=copied, sources=sources)
+        return Staged(job=job, copies=copies, sources=sources)
 
     def _open(self) -> tuple[HostBuffers, WriterProcess]:
         self._join()
@@ -137,8 +139,8 @@ class Stager:
         views: Sequence[tuple[str, Tensor]],
         targets: Sequence[Tensor],
         steady: Callable[[str], bool],
-    ) -> tuple[torch.cuda.Event | None, list[tuple[str, Tensor, int]]]:
-        """Return when the copies will be complete, and what of it training must not change."""
+    ) -> tuple[DeviceCopies | None, list[tuple[str, Tensor, int]]]:
+        """Copy what training may change, and return the other copies with what they read."""
         if self._device is None:
             for (_, view), target in zip(views, targets, strict=True):
                 target.copy_(view)
@@ -155,11 +157,8 @@ class Stager:
                 else:
                     target.copy_(view, non_blocking=True)
             current.wait_event(self._stream.record_event())
-            for _, view, target in later:
-                target.copy_(view, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # the thread that waits leaves the core free
-            copied.record(self._stream)
-        return copied, [(name, view, _version(view)) for name, view, _ in later]
+        self._copies = DeviceCopies(self._stream, [(target, view) for _, view, target in later])
+        return self._copies, [(name, view, _version(view)) for name, view, _ in later]
 
     def _join(self) -> None:
         if self._preparing is not None:
@@ -177,7 +176,7 @@ class Stager:
         if self._process is not None:
             self._process.close()
             self._process = None
-        if self._stream is not None and not self._stream.query():
+        if self._copies is not None and not self._copies.give_up():
             return  # copies hang with a run that failed; this memory goes with the process
         self._placed = None
         if self._buffers is not None:
