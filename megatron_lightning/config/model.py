@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from megatron_lightning.config.latent_attention import LatentAttentionConfig, latent_problems
 from megatron_lightning.config.model_rules import (
     MODEL_RULES,
     Activation,
@@ -22,6 +23,10 @@ from megatron_lightning.config.moe import (
     moe_matmul_weights,
     moe_problems,
     moe_weights,
+)
+from megatron_lightning.config.multi_token_prediction import (
+    MultiTokenPredictionConfig,
+    prediction_problems,
 )
 from megatron_lightning.config.rotary import RotaryConfig
 from megatron_lightning.config.variants import (
@@ -115,6 +120,12 @@ class GPTConfig:
     """GPT-OSS's clamped gated unit in place of the plain one."""
     moe: MoEConfig | None = None
     """Experts in place of the MLP of some or all layers; None: a dense model."""
+    latent_attention: LatentAttentionConfig | None = None
+    """Keys and values from one small vector a token, as in DeepSeek-V2 and V3; None: grouped
+    queries. head_dim is then that of queries and keys.
+    """
+    multi_token_prediction: MultiTokenPredictionConfig | None = None
+    """Layers that predict further tokens during training, as in DeepSeek-V3."""
 
     def __post_init__(self) -> None:
         for name, value in self._derived().items():
@@ -127,9 +138,11 @@ class GPTConfig:
         heads_fit = (
             self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
         )
+        head_dim = self.hidden_size // self.num_attention_heads if heads_fit else 0
+        latent = self.latent_attention
         return {
             "num_query_groups": self.num_attention_heads,
-            "head_dim": self.hidden_size // self.num_attention_heads if heads_fit else 0,
+            "head_dim": head_dim if latent is None else latent.query_dim,
             "ffn_hidden_size": gated if self.gated_linear_unit else 4 * self.hidden_size,
         }
 
@@ -161,6 +174,11 @@ class GPTConfig:
             made["clamp"] = ClampConfig(**values["clamp"])
         if values.get("moe") is not None:
             made["moe"] = MoEConfig(**values["moe"])
+        if values.get("latent_attention") is not None:
+            made["latent_attention"] = LatentAttentionConfig(**values["latent_attention"])
+        if values.get("multi_token_prediction") is not None:
+            prediction = MultiTokenPredictionConfig(**values["multi_token_prediction"])
+            made["multi_token_prediction"] = prediction
         return cls(**{**values, **made})
 
     @property
@@ -175,12 +193,20 @@ class GPTConfig:
 
     @property
     def attention_size(self) -> int:
-        """Width of the attention output, N * D; not always the hidden size."""
-        return self.num_attention_heads * self.head_dim
+        """Width of the attention output, N value heads; not always the hidden size."""
+        return self.num_attention_heads * self.value_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value head: D, but for latent attention."""
+        latent = self.latent_attention
+        return self.head_dim if latent is None else latent.v_head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Leading part of each head that is rotated."""
+        """Part of each head that is rotated: its first elements, in latent attention its last."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary.percent)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
@@ -208,22 +234,28 @@ class GPTConfig:
         """
         from_own_rules = [message for rule in MODEL_RULES for message in rule(self)]
         from_own_rules += variant_problems(self) + moe_problems(self)
+        from_own_rules += latent_problems(self) + prediction_problems(self)
         return from_own_rules + (self.rotary.check() if self.position_embedding == "rope" else [])
 
     def num_parameters(self) -> int:
         """Parameters of the network, a tied head counted once, vocabulary without padding."""
         norm_size = self.hidden_size * (2 if self.norm == "layernorm" else 1)
         head_norms = 2 * self.head_dim * (norm_size // self.hidden_size) * self.qk_layernorm
+        if (latent := self.latent_attention) is not None:
+            ranks = latent.q_lora_rank + latent.kv_lora_rank
+            head_norms = ranks * (norm_size // self.hidden_size)
         up_size = self.ffn_hidden_size * (2 if self.gated_linear_unit else 1)
         qkv_bias = self.qkv_size if self.add_bias_linear or self.add_qkv_bias else 0
         biases = qkv_bias + (self.hidden_size if self.add_bias_linear else 0)
         mlp_biases = self.hidden_size + up_size if self.add_bias_linear else 0
         norms = (4 if self.stream.branch_norm else 2) * norm_size + head_norms
         sinks = self.num_attention_heads if self.attention.sinks else 0
-        layers = self.num_layers * (self._attention_weights() + biases + norms + sinks)
-        layers += (self.num_layers - self.num_moe_layers) * (self._mlp_weights() + mlp_biases)
+        dense, sparse = self._layer_counts()
+        layers = (dense + sparse) * (self._attention_weights() + biases + norms + sinks)
+        layers += dense * (self._mlp_weights() + mlp_biases)
         if self.moe is not None:
-            layers += self.num_moe_layers * (moe_weights(self) + moe_biases(self))
+            layers += sparse * (moe_weights(self) + moe_biases(self))
+        layers += self.prediction_depths * (2 * self.hidden_size**2 + 3 * norm_size)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         learned = self.position_embedding == "learned"
         positions = self.max_position_embeddings * self.hidden_size * learned
@@ -241,17 +273,37 @@ class GPTConfig:
         which most published utilisation figures use; `causal=True` counts the half that a causal
         kernel computes.
         """
-        matmul = self.num_layers * self._attention_weights() + self.vocab_size * self.hidden_size
-        matmul += (self.num_layers - self.num_moe_layers) * self._mlp_weights()
+        dense, sparse = self._layer_counts()
+        matmul = (dense + sparse) * self._attention_weights() + dense * self._mlp_weights()
         if self.moe is not None:
-            matmul += self.num_moe_layers * moe_matmul_weights(self)
+            matmul += sparse * moe_matmul_weights(self)
+        matmul += (1 + self.prediction_depths) * self.vocab_size * self.hidden_size
+        matmul += self.prediction_depths * 2 * self.hidden_size**2
+        last = self.num_layers - 1
         keys = sum(
             self._keys_per_query(layer, seq_length, causal=causal)
-            for layer in range(self.num_layers)
+            for layer in (*range(self.num_layers), *self.prediction_depths * [last])
         )
-        return round(6 * matmul + 12 * self.attention_size * keys)
+        heads_size = self.num_attention_heads * (self.head_dim + self.value_dim)
+        return round(6 * matmul + 6 * heads_size * keys)
+
+    @property
+    def prediction_depths(self) -> int:
+        """Layers of multi-token prediction; each is like the last layer of the network."""
+        prediction = self.multi_token_prediction
+        return 0 if prediction is None else prediction.num_layers
+
+    def _layer_counts(self) -> tuple[int, int]:
+        """(layers with an MLP, layers with experts), those of multi-token prediction included."""
+        sparse = self.num_moe_layers + self.prediction_depths * self.is_moe_layer(
+            self.num_layers - 1
+        )
+        return self.num_layers + self.prediction_depths - sparse, sparse
 
     def _attention_weights(self) -> int:
+        if self.latent_attention is not None:
+            heads = self.num_attention_heads
+            return self.latent_attention.matmul_weights(self.hidden_size, heads)
         return self.hidden_size * (self.qkv_size + self.attention_size)
 
     def _mlp_weights(self) -> int:

@@ -71,6 +71,8 @@ def _even_rotary_dim(config: GPTConfig) -> list[str]:
     fits = config.rotary_dim % 2 == 0 and config.rotary_dim > 0
     if config.position_embedding != "rope" or config.head_dim < 1 or fits:
         return []
+    if config.latent_attention is not None:  # which has a rule of its own
+        return []
     return [
         f"rotary.percent={config.rotary.percent} of head_dim={config.head_dim} rotates"
         f" {config.rotary_dim} elements; it must be an even number above 0"

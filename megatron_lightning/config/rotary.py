@@ -24,6 +24,9 @@ class RotaryConfig:
     """Share of a head that is rotated, from its front; the rest passes unchanged. 0 < percent <=
     1.
     """
+    interleaved: bool = False
+    """Pairs are neighbours (elements 2i and 2i + 1), as in DeepSeek and GPT-J; False: element i and
+    the one half of the rotated part further."""
     scaling: RotaryScaling = "plain"
     """Context extension: plain (none), linear, llama3 or yarn."""
     factor: float = 1.0
@@ -43,7 +46,8 @@ class RotaryConfig:
     mscale: float = 1.0
     """yarn: weight of the logarithm in the numerator of the attention factor."""
     mscale_all_dim: float = 0.0
-    """yarn: weight of the logarithm in its denominator."""
+    """yarn: weight of the logarithm in its denominator, and in latent attention in a factor on the
+    scores."""
     attention_factor: float | None = None
     """yarn: factor on cosines and sines itself; None: from mscale and mscale_all_dim."""
 

@@ -1,8 +1,9 @@
 """Rotary position embedding (RoPE, arXiv 2104.09864) and its context extensions.
 
 A head's leading part of size R is rotated in R/2 pairs: element i with element i + R/2 ("halves",
-as in the checkpoints of Llama, Qwen, Phi; not the interleaved form). Pair i turns by position *
-frequency_i, with frequency_i = base^(-2i/R), stretched by position interpolation (arXiv
+as in the checkpoints of Llama, Qwen, Phi), or, interleaved, element 2i with element 2i + 1 (as in
+DeepSeek's; what comes out is in the order of halves, which scores don't see). Pair i turns by
+position * frequency_i, with frequency_i = base^(-2i/R), stretched by position interpolation (arXiv
 2306.15595), Llama 3.1's scheme or YaRN (arXiv 2309.00071).
 """
 
@@ -80,6 +81,8 @@ class RotaryTables:
     """(S, 1 or B, R/2)."""
     sin: Tensor
     """(S, 1 or B, R/2)."""
+    interleaved: bool = False
+    """Pairs are neighbours in what is rotated."""
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate the leading R elements of each head: (S, B, *heads, D) -> the same, contiguous.
@@ -90,7 +93,11 @@ class RotaryTables:
         cos = self.cos.unflatten(1, (-1, *heads))  # (S, 1 or B, 1, R/2)
         sin = self.sin.unflatten(1, (-1, *heads))
         half = cos.shape[-1]
-        first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+        if self.interleaved:
+            pairs, rest = x.split((2 * half, x.shape[-1] - 2 * half), dim=-1)
+            first, second = pairs[..., 0::2], pairs[..., 1::2]
+        else:
+            first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
         turned = (first * cos - second * sin, second * cos + first * sin)
         return torch.cat((*(part.to(x.dtype) for part in turned), rest), dim=-1)
 
@@ -132,7 +139,11 @@ class RotaryEmbedding:
             positions = position_ids.to(device).t()  # (S, B)
         angles = positions.float().unsqueeze(-1) * frequencies  # (S, 1 or B, R/2)
         factor = attention_factor(self.rotary)
-        return RotaryTables(cos=angles.cos() * factor, sin=angles.sin() * factor)
+        return RotaryTables(
+            cos=angles.cos() * factor,
+            sin=angles.sin() * factor,
+            interleaved=self.rotary.interleaved,
+        )
 
 
 def tensor_version(tensor: Tensor) -> object:
