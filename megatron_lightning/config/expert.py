@@ -1,0 +1,27 @@
+"""How tokens reach experts on other ranks. See `parallel/expert.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+DispatcherName = Literal["all_to_all", "all_gather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Choices of expert parallelism beyond its sizes."""
+
+    dispatcher: DispatcherName = "all_to_all"
+    """all_to_all (each token travels to the ranks of its experts) or all_gather (every rank gets
+    all tokens of the expert ranks and takes those of its experts; for few ranks or many experts a
+    token)."""
+    overlap_shared_experts: bool = False
+    """On CUDA: compute shared experts on a stream of their own beside the tokens' travel."""
+
+    def check(self) -> list[str]:
+        """Every violated rule, as a sentence with field, value and remedy."""
+        known = get_args(DispatcherName)
+        if self.dispatcher not in known:
+            return [f"expert.dispatcher={self.dispatcher!r}: choose one of {known}"]
+        return []
