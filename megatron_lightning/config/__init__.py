@@ -2,10 +2,9 @@
 
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig, ContextForm
-from megatron_lightning.config.latent_attention import LatentAttentionConfig
+from megatron_lightning.config.expert import DispatcherName, ExpertConfig
 from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
 from megatron_lightning.config.model import GPTConfig
-from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -36,11 +35,11 @@ __all__ = [
     "ContextConfig",
     "ContextForm",
     "DataParallelConfig",
+    "DispatcherName",
+    "ExpertConfig",
     "GPTConfig",
     "Gradient",
-    "LatentAttentionConfig",
     "LocalCheckpointConfig",
-    "MultiTokenPredictionConfig",
     "ParallelConfig",
     "ParallelPlan",
     "ParameterInfo",

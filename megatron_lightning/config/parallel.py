@@ -10,6 +10,7 @@ from typing import Literal
 
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
+from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 
 ScheduleName = Literal["1f1b", "gpipe", "zb-h1", "zb-v"]
@@ -104,6 +105,12 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    """Ranks that a layer's experts are dealt to; they may be those of the tensor, context and data
+    axes (docs/expert_parallel.md)."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share the columns of one expert; None: tensor_parallel_size. 1 with tensor
+    parallelism: experts stay whole, and tensor ranks may hold different ones."""
     sequence_parallel: bool = False
     micro_batch_size: int | None = None
     """Samples a data-parallel rank runs in one forward; None: the data module's, else derived from
@@ -114,6 +121,23 @@ class ParallelConfig:
     recompute: RecomputeConfig = RecomputeConfig()
     context: ContextConfig = ContextConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    expert: ExpertConfig = ExpertConfig()
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """`expert_tensor_parallel_size`, or what stands for None."""
+        size = self.expert_tensor_parallel_size
+        return self.tensor_parallel_size if size is None else size
+
+    @property
+    def expert_model_size(self) -> int:
+        """Ranks that hold the experts of one model together: expert x expert tensor x pipeline."""
+        return self.expert_parallel_size * self.expert_tensor_size * self.pipeline_parallel_size
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts lie otherwise than the dense parameters do."""
+        return self.expert_parallel_size > 1 or self.expert_tensor_size != self.tensor_parallel_size
 
     @property
     def model_parallel_size(self) -> int:

@@ -135,6 +135,11 @@ class ParallelPlan:
     """Dim of the hidden activation that sequence parallelism scatters: 0 for (S, B, H), 1 for (B,
     S, H)."""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any row is of experts."""
+        return any(split.role is Role.EXPERT for split in self.splits.values())
+
     def unused_rows(self, names: Iterable[str]) -> list[str]:
         """Globs that match none of the parameter `names` of the whole network (misspelt rows)."""
         known = list(names)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import get_args
 
 from megatron_lightning.config.data_parallel_rules import data_parallel_problems, replica_problems
+from megatron_lightning.config.expert_rules import expert_world_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 
 Rule = Callable[[ParallelConfig], str | None]
@@ -38,7 +39,15 @@ def raise_if_any(problems: Iterable[str]) -> None:
 
 
 def _config_types(config: ParallelConfig) -> str | None:
-    for name in ("pipeline", "data_parallel", "runtime", "recompute", "context", "checkpoint"):
+    for name in (
+        "pipeline",
+        "data_parallel",
+        "runtime",
+        "recompute",
+        "context",
+        "checkpoint",
+        "expert",
+    ):
         value = getattr(config, name)
         wanted = type(getattr(_DEFAULTS, name))
         if not isinstance(value, wanted):
@@ -59,6 +68,16 @@ def _pipeline_size(config: ParallelConfig) -> str | None:
 
 def _context_size(config: ParallelConfig) -> str | None:
     return _positive("context_parallel_size", config.context_parallel_size)
+
+
+def _expert_size(config: ParallelConfig) -> str | None:
+    return _positive("expert_parallel_size", config.expert_parallel_size)
+
+
+def _expert_tensor_size(config: ParallelConfig) -> str | None:
+    if config.expert_tensor_parallel_size is None:
+        return None
+    return _positive("expert_tensor_parallel_size", config.expert_tensor_parallel_size)
 
 
 def _virtual_size(config: ParallelConfig) -> str | None:
@@ -149,6 +168,8 @@ RULES: tuple[Rule, ...] = (
     _tensor_size,
     _pipeline_size,
     _context_size,
+    _expert_size,
+    _expert_tensor_size,
     _virtual_size,
     _micro_batch_size,
     _sequence_parallel,
@@ -168,6 +189,7 @@ def check_layout(config: ParallelConfig) -> list[str]:
         return [wrong_type]  # the other rules look into these
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
+    problems += config.expert.check()
     problems += data_parallel_problems(config)
     return problems + config.recompute.check() + config.checkpoint.check()
 
@@ -176,7 +198,8 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
     """Every violation of the layout against the number of ranks (devices x nodes)."""
     product = config.model_parallel_size
     if product < 1 or world_size % product == 0:
-        return replica_problems(config, world_size) if product >= 1 else []
+        found = expert_world_problems(config, world_size)
+        return found + (replica_problems(config, world_size) if product >= 1 else [])
     nearest = sorted(
         {max(product, world_size // product * product), (world_size // product + 1) * product}
     )

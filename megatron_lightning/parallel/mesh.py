@@ -31,19 +31,40 @@ def rank_lists(
     """
     if len(set(axes)) != len(axes) or not set(axes) <= set(order):
         raise ValueError(f"axes={tuple(axes)}: each must be one of {tuple(order)}, named once")
+    inside = [name for name in order if name in axes]
+    outside = [name for name in order if name not in axes]
+    steps = _offsets(sizes, order, inside)
+    return [tuple(base + step for step in steps) for base in _offsets(sizes, order, outside)]
+
+
+def _offsets(sizes: Mapping[str, int], order: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Ranks at all positions on the axes `names`, the first of them slowest, and 0 on others."""
     stride = {
         name: math.prod(sizes[later] for later in order[i + 1 :]) for i, name in enumerate(order)
     }
+    found = [0]
+    for name in names:
+        found = [base + i * stride[name] for base in found for i in range(sizes[name])]
+    return found
 
-    def offsets(names: Sequence[str]) -> list[int]:
-        found = [0]
-        for name in names:
-            found = [base + i * stride[name] for base in found for i in range(sizes[name])]
-        return found
 
-    inside = [name for name in order if name in axes]
-    outside = [name for name in order if name not in axes]
-    return [tuple(base + step for step in offsets(inside)) for base in offsets(outside)]
+def expert_rank_lists(
+    sizes: Mapping[str, int], order: Sequence[str], expert_order: Sequence[str], axes: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """Rank lists of the groups that span `axes` of the expert view jointly.
+
+    Within a pipeline stage of the dense view `order`, ranks are counted with tp fastest, then cp,
+    then dp; `expert_order` deals these out. So the stages are the same whatever `order` is, and
+    expert tensor ranks are tensor ranks where both axes are equally long.
+    """
+    within = _offsets(sizes, order, ["dp", "cp", "tp"])
+    inner = [name for name in expert_order if name != "pp"]
+    groups = rank_lists(sizes, inner, axes)
+    return [
+        tuple(stage + within[i] for i in group)
+        for stage in _offsets(sizes, order, ["pp"])
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +241,7 @@ class ParallelMesh:
         lists |= _context_rank_lists(sizes, order, context_inner)
         in_layers: dict[tuple[int, ...], Any] = {}
         folded = sizes["ep"] > 1 or sizes["etp"] != sizes["tp"]
-        pools = dict.fromkeys(_LAYER_AXES, in_layers)
+        pools: dict[str, dict[tuple[int, ...], Any]] = dict.fromkeys(_LAYER_AXES, in_layers)
         pools |= dict.fromkeys(_EXPERT_GRADIENT_AXES, {} if folded else made)
         axes = {
             name: _make_axis(name, groups, rank, pools.get(name, made), timeout)
@@ -276,8 +297,8 @@ def _axis_rank_lists(
 ) -> dict[str, list[tuple[int, ...]]]:
     pipelines = rank_lists(sizes, order, ["pp"])
     lists = {name: rank_lists(sizes, order, [name]) for name in order}
-    lists |= {name: rank_lists(sizes, expert_order, [name]) for name in ("edp", "ep", "etp")}
-    lists["ep_etp"] = rank_lists(sizes, expert_order, ["ep", "etp"])
+    for names in (("edp",), ("ep",), ("etp",), ("ep", "etp")):
+        lists["_".join(names)] = expert_rank_lists(sizes, order, expert_order, names)
     lists["tp_cp"] = rank_lists(sizes, order, ["cp", "tp"])
     lists["dp_cp_tp"] = rank_lists(sizes, order, ["dp", "cp", "tp"])
     lists["dp_cp"] = rank_lists(sizes, order, ["dp", "cp"])
@@ -294,7 +315,7 @@ def shard_rank_lists(
     """Each data axis as replicas x shards; the ranks of a shard axis are neighbours on it."""
     dense, experts = (
         rank_lists(sizes, order, ["dp", "cp"]),
-        rank_lists(sizes, expert_order, ["edp"]),
+        expert_rank_lists(sizes, order, expert_order, ["edp"]),
     )
     if len(dense[0]) % replicas:
         raise ValueError(f"data_replicas={replicas} does not divide {len(dense[0])} data ranks")

@@ -26,7 +26,7 @@ from megatron_lightning.parallel.collectives import (
     scatter_dim,
 )
 from megatron_lightning.parallel.column import ColumnInput
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.tensor_checks import (
     ModuleSplits,
@@ -46,6 +46,7 @@ def apply_tensor_parallel(
     *,
     sequence_parallel: bool = False,
     prefix: str = "",
+    experts: ExpertAxes | None = None,
 ) -> dict[str, ParameterInfo]:
     """Split `network` in place over the tensor axis and return the table of its parameters.
 
@@ -54,9 +55,19 @@ def apply_tensor_parallel(
     LightningModule. The table's keys are prefix + name in `network`; a tied parameter stands there
     once, under the first of its names. Its `Split.gradient` is what holds in this run: WHOLE on one
     rank, and for SEQUENCE without sequence parallelism. On an axis of size 1 only the table is made
-    and the vocabulary is padded. ValueError lists everything that doesn't fit.
+    and the vocabulary is padded. Rows of experts are split over the axes `experts` (None: over
+    none), and their modules get no borders: `parallel.expert` moves tokens instead. ValueError
+    lists everything that doesn't fit.
     """
-    problems = check_tensor_plan(network, plan, axis.size, sequence_parallel=sequence_parallel)
+    experts = experts or ExpertAxes()
+    problems = check_tensor_plan(
+        network,
+        plan,
+        axis.size,
+        sequence_parallel=sequence_parallel,
+        expert_size=experts.expert.size,
+        expert_tensor_size=experts.tensor.size,
+    )
     if problems:
         raise ValueError("tensor parallelism can't be applied:\n- " + "\n- ".join(problems))
     sequence_dim = plan.sequence_dim if sequence_parallel and axis.size > 1 else None
@@ -67,7 +78,12 @@ def apply_tensor_parallel(
     for parameter in parameters:
         split = plan.split_of(parameter.name)
         owner = next((owners[name] for name in parameter.names if name in owners), parameter.name)
-        box = _box(parameter, split, axis, plan)
+        is_expert = split.role is Role.EXPERT
+        box = (
+            _expert_box(tuple(parameter.value.shape), split, experts)
+            if is_expert
+            else _box(parameter, split, axis, plan)
+        )
         table[prefix + parameter.name] = ParameterInfo(
             name=prefix + owner,
             global_shape=true_shape(parameter, split, plan),
@@ -75,11 +91,27 @@ def apply_tensor_parallel(
             sizes=box.sizes,
             split=replace(split, gradient=_gradient(split, axis, sequence_dim)),
             tied_copy=owner not in names,
+            expert=is_expert,
         )
         _assign(parameter, box.cut(parameter.value))
     if axis.size > 1:
         _set_borders(network, plan, axis, sequence_dim)
     return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAxes:
+    """The axes that stacked experts are split over."""
+
+    expert: MeshAxis = MeshAxis(name="ep")
+    """Dim 0, which counts experts."""
+    tensor: MeshAxis = MeshAxis(name="etp")
+    """The dim that a row names."""
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh) -> ExpertAxes:
+        """From the mesh."""
+        return cls(expert=mesh.axis("ep"), tensor=mesh.axis("etp"))
 
 
 @dataclass(frozen=True)
@@ -136,6 +168,15 @@ def _box(parameter: NamedParameter, split: Split, axis: MeshAxis, plan: Parallel
     )
 
 
+def _expert_box(shape: tuple[int, ...], split: Split, axes: ExpertAxes) -> _Box:
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, axis in ((0, axes.expert), (split.dim, axes.tensor)):
+        if dim is not None:
+            sizes[dim] //= axis.size
+            offsets[dim] = axis.rank * sizes[dim]
+    return _Box(tuple(offsets), tuple(sizes), tuple(sizes))
+
+
 def _gradient(split: Split, axis: MeshAxis, sequence_dim: int | None) -> Gradient:
     if axis.size == 1 or (split.gradient is Gradient.SEQUENCE and sequence_dim is None):
         return Gradient.WHOLE
@@ -158,7 +199,7 @@ def _set_borders(
     for path, module in network.named_modules():
         splits = module_splits(path, module, plan)
         roles = splits.roles
-        if not roles:
+        if not roles or Role.EXPERT in roles:
             continue
         if roles == {Role.REPLICATED}:
             _set_replicated(module, splits, axis, sequence_dim)

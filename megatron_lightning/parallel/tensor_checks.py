@@ -6,7 +6,7 @@ All violations are found at once; each text names the parameter, the value and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -93,9 +93,16 @@ def module_splits(path: str, module: nn.Module, plan: ParallelPlan) -> ModuleSpl
 
 
 def check_tensor_plan(
-    network: nn.Module, plan: ParallelPlan, tensor_size: int, *, sequence_parallel: bool = False
+    network: nn.Module,
+    plan: ParallelPlan,
+    tensor_size: int,
+    *,
+    sequence_parallel: bool = False,
+    expert_size: int = 1,
+    expert_tensor_size: int = 1,
 ) -> list[str]:
-    """Explain everything that keeps `plan` from splitting `network` over `tensor_size` ranks.
+    """Explain everything that keeps `plan` from splitting `network` over `tensor_size` ranks, and
+    its experts over `expert_size` x `expert_tensor_size`.
 
     The network may be on the meta device and must be unsplit; no process group is needed.
     """
@@ -113,6 +120,7 @@ def check_tensor_plan(
             )
         else:
             problems += _parameter_problems(parameter, rows[0], tensor_size, plan)
+    problems += check_expert_rows(parameters, plan, expert_size, expert_tensor_size)
     if sequence_parallel and tensor_size > 1:
         problems += _sequence_problems(network, plan)
     return problems + _tie_problems(parameters, plan)
@@ -129,7 +137,7 @@ def _row_problem(name: str, plan: ParallelPlan) -> str | None:
 def _parameter_problems(
     parameter: NamedParameter, split: Split, tensor_size: int, plan: ParallelPlan
 ) -> list[str]:
-    if split.dim is None or tensor_size == 1:
+    if split.dim is None or tensor_size == 1 or split.role is Role.EXPERT:
         return []
     shape, name = tuple(parameter.value.shape), parameter.name
     if not -len(shape) <= split.dim < len(shape):
@@ -192,6 +200,38 @@ def _sequence_problems(network: nn.Module, plan: ParallelPlan) -> list[str]:
             if split.role is Role.REPLICATED and split.gradient is Gradient.WHOLE
         ]
     return problems
+
+
+def check_expert_rows(
+    parameters: Iterable[NamedParameter], plan: ParallelPlan, expert_size: int, tensor_size: int
+) -> list[str]:
+    """Sizes that don't divide the experts or their columns, each once, with the first parameter
+    that has it.
+    """
+    found: dict[tuple[str, int], str] = {}
+    rows = [(parameter, plan.split_of(parameter.name)) for parameter in parameters]
+    held = [(parameter, split) for parameter, split in rows if split.role is Role.EXPERT]
+    if expert_size > 1 and not plan.has_experts:
+        return [
+            f"expert_parallel_size={expert_size}: the network has no experts (no row of its plan is"
+            " experts()); set it to 1"
+        ]
+    for parameter, split in held:
+        shape = tuple(parameter.value.shape)
+        if split.dim is not None and not 0 < split.dim < len(shape):
+            return [f"plan.splits: {parameter.name} of shape {shape} has no dim {split.dim}"]
+        for field, dim, size, what in (
+            ("expert_parallel_size", 0, expert_size, "experts"),
+            ("expert_tensor_parallel_size", split.dim, tensor_size, "columns of an expert"),
+        ):
+            if dim is not None and shape[dim] % size:
+                fits = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0 and n <= 64]
+                found.setdefault(
+                    (field, shape[dim]),
+                    f"{field}={size} does not divide the {shape[dim]} {what} of {parameter.name}"
+                    f" (dim {dim} of {shape}); use one of {fits}",
+                )
+    return list(found.values())
 
 
 def _tie_problems(parameters: list[NamedParameter], plan: ParallelPlan) -> list[str]:

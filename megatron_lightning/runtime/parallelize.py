@@ -31,7 +31,7 @@ from megatron_lightning.parallel.pipeline import StageLayout, build_layout
 from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.streams import Streams
-from megatron_lightning.parallel.tensor import apply_tensor_parallel
+from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.recompute import apply_recompute
@@ -92,6 +92,7 @@ def parallelize(
             mesh.tp,
             sequence_parallel=config.sequence_parallel,
             prefix=f"{target.attribute}.",
+            experts=ExpertAxes.of(mesh),
         )
         apply_context_parallel(chunk, mesh, config.context)
         streams = apply_random(

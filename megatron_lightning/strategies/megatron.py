@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
+from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -47,6 +48,10 @@ class MegatronStrategy(ModelStrategy):
     tensor_parallel_size, pipeline_parallel_size, context_parallel_size
         Degrees; the data-parallel size is what is left: devices x num_nodes / (tensor x pipeline x
         context).
+    expert_parallel_size
+        Ranks that a layer's experts are dealt to, among those of one pipeline stage.
+    expert_tensor_parallel_size
+        Ranks that share the columns of one expert. None: `tensor_parallel_size`.
     sequence_parallel
         Split activations between tensor-parallel regions along the sequence.
     micro_batch_size
@@ -60,7 +65,7 @@ class MegatronStrategy(ModelStrategy):
         What of a forward pass is computed again for its backward, or waits on the CPU.
     sequence_dims
         Sequence dim of such fields under context parallelism, None for a field without one.
-    pipeline, context, data_parallel, checkpoint, runtime
+    pipeline, context, expert, data_parallel, checkpoint, runtime
         Everything else, see the config classes.
 
     Raises
@@ -76,6 +81,8 @@ class MegatronStrategy(ModelStrategy):
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         *,
+        expert_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool = False,
         micro_batch_size: int | None = None,
         plan: ParallelPlan | None = None,
@@ -85,6 +92,7 @@ class MegatronStrategy(ModelStrategy):
         runtime: RuntimeConfig | None = None,
         recompute: RecomputeConfig | None = None,
         context: ContextConfig | None = None,
+        expert: ExpertConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
     ) -> None:
@@ -92,6 +100,8 @@ class MegatronStrategy(ModelStrategy):
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             context_parallel_size=context_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
             micro_batch_size=micro_batch_size,
             pipeline=pipeline or PipelineConfig(),
@@ -99,6 +109,7 @@ class MegatronStrategy(ModelStrategy):
             runtime=runtime or RuntimeConfig(),
             recompute=recompute or RecomputeConfig(),
             context=context or ContextConfig(),
+            expert=expert or ExpertConfig(),
             checkpoint=checkpoint or CheckpointConfig(),
         )
         super().__init__(config, plan, batch_dims or {}, sequence_dims or {})

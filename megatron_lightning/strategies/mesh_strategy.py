@@ -123,6 +123,8 @@ class MeshStrategy(ParallelStrategy):
                 pipeline=self.config.pipeline_parallel_size,
                 data_replicas=self.config.data_parallel.replicas,
                 context=self.config.context_parallel_size,
+                expert=self.config.expert_parallel_size,
+                expert_tensor=self.config.expert_tensor_size,
                 context_inner=self.config.context.inner_of(self.config.context_parallel_size),
                 order=tuple(self.config.runtime.axis_order),
                 timeout=timeout,

@@ -155,7 +155,10 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
     try:
         target = find_target(module, strategy.user_plan)
         if target is None:
-            needs_plan = config.model_parallel_size > 1 or config.recompute != RecomputeConfig()
+            needs_plan = (
+                config.model_parallel_size * config.expert_parallel_size > 1
+                or config.recompute != RecomputeConfig()
+            )
             return [_no_plan(module, config)] if needs_plan else []
         build = getattr(module, "build_network", None)
         network = build("meta") if build is not None else _existing_network(module, target)
@@ -166,6 +169,8 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             target.plan,
             config.tensor_parallel_size,
             sequence_parallel=config.sequence_parallel,
+            expert_size=config.expert_parallel_size,
+            expert_tensor_size=config.expert_tensor_size,
         )
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
         problems += [
@@ -202,7 +207,12 @@ def _existing_network(module: LightningModule, target: Target) -> nn.Module | No
 
 
 def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    names = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "context_parallel_size",
+        "expert_parallel_size",
+    )
     sizes = {name: getattr(config, name) for name in names}
     needs = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if config.recompute != RecomputeConfig():

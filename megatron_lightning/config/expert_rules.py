@@ -1,0 +1,34 @@
+"""Rules of expert parallelism: its sizes against the world. What a network's experts need is in
+`parallel/tensor_checks.py`.
+"""
+
+from __future__ import annotations
+
+from megatron_lightning.config.parallel import ParallelConfig
+
+
+def expert_world_problems(config: ParallelConfig, world_size: int) -> list[str]:
+    """Violation of world = expert tensor x expert x pipeline x a whole number; the dense sizes
+    divide the world.
+    """
+    product = config.expert_model_size
+    if not config.folds_experts or product < 1 or world_size % product == 0:
+        return []
+    remedy = "use other sizes"
+    stage = world_size // config.pipeline_parallel_size
+    rest = stage // config.expert_parallel_size
+    if config.expert_tensor_parallel_size is None and stage % config.expert_parallel_size == 0:
+        remedy = (
+            "set expert_tensor_parallel_size=1 (experts stay whole; None stands for"
+            f" tensor_parallel_size) or another divisor of {rest}"
+        )
+    else:
+        fits = [n for n in range(1, stage + 1) if stage % (n * config.expert_tensor_size) == 0]
+        if fits:
+            remedy = f"use expert_parallel_size of {fits}"
+    return [
+        f"devices x num_nodes = {world_size} ranks: expert_parallel_size="
+        f"{config.expert_parallel_size} x expert_tensor_parallel_size={config.expert_tensor_size}"
+        f" x pipeline_parallel_size={config.pipeline_parallel_size} = {product} does not divide"
+        f" it; {remedy}"
+    ]
