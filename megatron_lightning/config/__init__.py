@@ -3,8 +3,10 @@
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.expert import DispatcherName, ExpertConfig
+from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -39,7 +41,9 @@ __all__ = [
     "ExpertConfig",
     "GPTConfig",
     "Gradient",
+    "LatentAttentionConfig",
     "LocalCheckpointConfig",
+    "MultiTokenPredictionConfig",
     "ParallelConfig",
     "ParallelPlan",
     "ParameterInfo",
