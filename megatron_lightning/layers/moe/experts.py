@@ -1,0 +1,135 @@
+"""The experts of a rank: MLPs whose weights are stacked, over rows sorted by expert.
+
+On CUDA in bfloat16 one grouped matrix product does all experts and the host waits for nothing;
+elsewhere a loop does one after the other. An expert without rows gets a gradient of zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.moe import expert_width
+from megatron_lightning.layers.mlp import activation_of
+from megatron_lightning.parallel.random import Constant, Initial, Normal
+
+_ALIGNMENT_BYTES = 16
+
+
+class ExpertLinear(nn.Module):
+    """Row r of expert e: W_e x_r + b_e, with a weight of global shape (E, *output_shape,
+    in_features).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        output_shape: Sequence[int],
+        *,
+        bias: bool,
+        initial: Initial,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        shape = (num_experts, *output_shape)
+        self.weight = nn.Parameter(torch.empty(*shape, in_features, device=device))
+        self.bias = nn.Parameter(torch.empty(*shape, device=device)) if bias else None
+        self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """(R, in_features) sorted by expert, (E_local,) rows of each -> (R, *output_shape); shapes
+        are those of the tensors held. Rows behind the sum of `counts` may hold anything.
+        """
+        num_experts, *output_shape, in_features = self.weight.shape
+        weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
+        ends = counts.cumsum(0)
+        if can_group(rows, weight):
+            y = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends.to(torch.int32))
+        else:
+            y = _one_by_one(rows, weight, counts)
+        return y.unflatten(-1, output_shape)
+
+    def bias_rows(self, num_rows: int, counts: Tensor) -> Tensor | None:
+        """(R, *output_shape): each row its expert's bias, 0 behind the last; None without bias."""
+        if self.bias is None:
+            return None
+        ends = counts.cumsum(0)
+        row = torch.arange(num_rows, device=counts.device)
+        expert = torch.searchsorted(ends, row, right=True)
+        biases = self.bias.index_select(0, expert.clamp(max=len(ends) - 1))
+        used = (row < ends[-1]).view(-1, *[1] * (biases.dim() - 1))
+        return torch.where(used, biases, torch.zeros_like(biases))
+
+    def extra_repr(self) -> str:
+        """Shape held."""
+        return f"weight={tuple(self.weight.shape)}, bias={self.bias is not None}"
+
+
+def can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these: CUDA, bfloat16, lines of 16 bytes."""
+    sizes = (rows.shape[-1], weight.shape[-2])
+    aligned = all(size * rows.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
+    return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
+
+
+def _one_by_one(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    sizes: list[int] = counts.tolist()
+    parts = rows.split([*sizes, len(rows) - sum(sizes)])
+    done = [F.linear(part, w) for part, w in zip(parts[:-1], weight.unbind(0), strict=True)]
+    left = rows.new_zeros(len(parts[-1]), weight.shape[1])
+    return torch.cat([*done, left])
+
+
+class GroupedExperts(nn.Module):
+    """fc2(activation(fc1(x))) of each row's expert, weighted; see `MLP` for the gate.
+
+    Global shapes: fc1 [E, 2, F, H] gated or [E, F, H], fc2 [E, H, F]; H is the latent size where
+    the config has one.
+    """
+
+    def __init__(self, config: GPTConfig, *, device: str | None = None) -> None:
+        super().__init__()
+        assert config.moe is not None
+        width = expert_width(config)
+        hidden = config.moe.latent_size or config.hidden_size
+        self.activation = activation_of(config)
+        self.linear_fc1 = ExpertLinear(
+            config.moe.num_experts,
+            hidden,
+            (2, width) if config.gated_linear_unit else (width,),
+            bias=config.add_bias_linear,
+            initial=Normal(config.init_method_std),
+            device=device,
+        )
+        self.linear_fc2 = ExpertLinear(
+            config.moe.num_experts,
+            width,
+            (hidden,),
+            bias=config.add_bias_linear,
+            initial=Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
+            device=device,
+        )
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts whose weights this rank holds."""
+        return self.linear_fc1.weight.shape[0]
+
+    def forward(self, tokens: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
+        """(R, H) rows sorted by local expert, (E_local,) rows of each, (R,) their weights ->
+        (R, H) weighted outputs. Rows behind the sum of `counts` may hold anything, and so do
+        their outputs.
+        """
+        inner = self.linear_fc1(tokens, counts)  # (R, F) or gated (R, 2, F)
+        bias = self.linear_fc1.bias_rows(len(tokens), counts)
+        inner = self.activation(inner if bias is None else inner + bias)  # (R, F)
+        weight = probs.unsqueeze(-1)
+        output = self.linear_fc2((inner * weight).to(inner.dtype), counts)
+        bias = self.linear_fc2.bias_rows(len(tokens), counts)
+        return output if bias is None else output + (bias * weight).to(output.dtype)

@@ -1,0 +1,78 @@
+"""A layer of experts in place of the MLP: route, dispatch, compute, combine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.mlp import MLP
+from megatron_lightning.layers.moe.dispatcher import LocalDispatcher, TokenDispatcher
+from megatron_lightning.layers.moe.experts import GroupedExperts
+from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.parallel.random import Normal
+
+if TYPE_CHECKING:
+    from megatron_lightning.layers.backend import LayerBackend
+
+
+class MoELayer(nn.Module):
+    """Each token's weighted sum over its K experts, plus the shared expert where there is one.
+
+    `dispatcher` is what expert parallelism exchanges.
+    """
+
+    def __init__(
+        self, config: GPTConfig, backend: LayerBackend, *, device: str | None = None
+    ) -> None:
+        super().__init__()
+        assert config.moe is not None
+        moe, hidden = config.moe, config.hidden_size
+        residual = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
+        inner = Normal(config.init_method_std)
+        self.router = Router(config, device=device)
+        self.experts = GroupedExperts(config, device=device)
+        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
+        self.latent_down = self.latent_up = None
+        if moe.latent_size:
+            self.latent_down = backend.linear(
+                hidden, moe.latent_size, bias=False, initial=inner, device=device
+            )
+            self.latent_up = backend.linear(
+                moe.latent_size, hidden, bias=False, initial=residual, device=device
+            )
+        self.shared_experts = self.shared_expert_gate = None
+        if moe.shared_expert_ffn_hidden_size:
+            width = moe.shared_expert_ffn_hidden_size
+            shared = replace(config, ffn_hidden_size=width)
+            self.shared_experts = MLP(shared, backend, device=device)
+        if moe.shared_expert_gate:
+            self.shared_expert_gate = backend.linear(
+                hidden, 1, bias=False, initial=inner, device=device
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(S, B, H) -> (S, B, H)."""
+        routed = self._routed(hidden)
+        if self.shared_experts is None:
+            return routed
+        shared = self.shared_experts(hidden)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(hidden)) * shared
+        return routed + shared
+
+    # Numbers of tokens change from step to step, and statistics are not part of the mathematics:
+    # compiled layers leave this out.
+    @torch.compiler.disable
+    def _routed(self, hidden: Tensor) -> Tensor:
+        routing = self.router(hidden)
+        tokens = hidden if self.latent_down is None else self.latent_down(hidden)
+        dispatched = self.dispatcher.dispatch(tokens.flatten(0, 1), routing)
+        output = self.experts(dispatched.tokens, dispatched.counts, dispatched.probs)
+        output = self.dispatcher.combine(output, dispatched)  # (T, H)
+        output = output.view(*hidden.shape[:2], -1)
+        return output if self.latent_up is None else self.latent_up(output)

@@ -1,0 +1,183 @@
+"""The router: which experts a token is sent to, with what weights, and the losses that balance
+them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.moe.balance import (
+    AuxiliaryWeight,
+    attach_loss,
+    balance_loss,
+    balance_loss_of_shares,
+    summed,
+    z_loss,
+)
+from megatron_lightning.layers.moe.capacity import over_capacity
+from megatron_lightning.layers.moe.permute import count
+from megatron_lightning.layers.moe.routing import (
+    Routing,
+    balance_scores,
+    choose,
+    chosen_mask,
+    evenly,
+    probabilities,
+    scores_of,
+    sinkhorn,
+)
+from megatron_lightning.layers.moe.statistics import RouterStatistics, is_recomputation
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.random import Constant, Initial, Normal
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Router(nn.Module):
+    """(S, B, H) -> `Routing` of its T = S * B tokens.
+
+    `tokens_axis`: ranks that hold other tokens of the same micro-batch (parts of the sequence);
+    counts and losses are over all of them. `expert_bias` [E] float32 and, for global_aux_loss,
+    `expert_share` [E] are buffers that the runtime updates after each window.
+    """
+
+    expert_bias: Tensor | None
+    expert_share: Tensor | None
+
+    def __init__(self, config: GPTConfig, *, device: str | None = None) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.config = config.moe
+        num_experts = config.moe.num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, device=device))
+        self.bias = (
+            nn.Parameter(torch.empty(num_experts, device=device))
+            if config.moe.router_bias
+            else None
+        )
+        self.initials: dict[str, Initial] = {
+            "weight": Normal(config.init_method_std),
+            "bias": Constant(0.0),
+        }
+        global_loss = config.moe.load_balancing == "global_aux_loss"
+        for name, wanted in (
+            ("expert_bias", config.moe.expert_bias),
+            ("expert_share", global_loss),
+        ):
+            buffer = torch.empty(num_experts, device=device) if wanted else None
+            self.register_buffer(name, buffer)
+        if device != "meta":
+            self.reset_buffers()
+        self.tokens_axis = MeshAxis(name="tp_cp")
+        self.weight_of_losses = AuxiliaryWeight()
+        self._statistics: RouterStatistics | None = None
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Begin with no bias and even shares."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+        if self.expert_share is not None:
+            self.expert_share.fill_(1.0 / self.config.num_experts)
+
+    @property
+    def statistics(self) -> RouterStatistics:
+        """Sums over this window's training forwards."""
+        device = self.weight.device
+        if self._statistics is None or self._statistics.tokens.device != device:
+            self._statistics = RouterStatistics.zeros(self.config.num_experts, device)
+        return self._statistics
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """(S, B, H) -> experts and weights (T, K), token t = s * B + b."""
+        batch = hidden.shape[1]
+        logits = self.logits(hidden)  # (T, E)
+        experts = self._choose(logits.detach())  # (T, K)
+        probs = probabilities(logits, experts, self.config)
+        if self.training and torch.is_grad_enabled():
+            probs, aux, z = self._with_losses(probs, logits, experts, batch)
+        else:
+            aux = z = None
+        dropped = self._dropped(probs.detach(), experts)
+        if self.training and torch.is_grad_enabled() and not is_recomputation():
+            self.statistics.add(
+                tokens=count(experts.flatten(), self.config.num_experts),
+                num_tokens=len(experts),
+                dropped=dropped,
+                scores=balance_scores(logits.detach(), self.config),
+                aux_loss=aux,
+                z_loss=z,
+            )
+        capacity = None
+        if self.config.pad_to_capacity:
+            capacity = self.config.capacity(len(experts) * self.tokens_axis.size)
+        return Routing(probs=probs, experts=experts, dropped=dropped, capacity=capacity)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(S, B, H) -> (T, E) in the router's dtype."""
+        dtype = _DTYPES[self.config.router_dtype]
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(hidden.flatten(0, 1).to(dtype), self.weight.to(dtype), bias)
+
+    @torch.no_grad()
+    def _choose(self, logits: Tensor) -> Tensor:
+        config = self.config
+        if config.load_balancing == "forced":
+            return evenly(len(logits), config, logits.device)
+        if config.load_balancing == "sinkhorn" and self.training:
+            return choose(sinkhorn(logits, self.tokens_axis), config)
+        if config.router_score_function == "softmax" and not config.router_pre_softmax:
+            return choose(logits, config)
+        scores = scores_of(logits, config)
+        return choose(scores if self.expert_bias is None else scores + self.expert_bias, config)
+
+    def _with_losses(
+        self, probs: Tensor, logits: Tensor, experts: Tensor, batch: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`probs` that carry the losses' gradients, and the losses."""
+        config, weight = self.config, self.weight_of_losses.value
+        aux = z = None
+        if config.aux_loss_coeff > 0:
+            aux = config.aux_loss_coeff * self._balance_loss(logits, experts, batch)
+            probs = attach_loss(probs, aux, weight)
+        if config.z_loss_coeff > 0:
+            z = config.z_loss_coeff * z_loss(logits, len(logits) * self.tokens_axis.size)
+            probs = attach_loss(probs, z, weight)
+        return probs, aux, z
+
+    def _balance_loss(self, logits: Tensor, experts: Tensor, batch: int) -> Tensor:
+        config, axis = self.config, self.tokens_axis
+        scores = balance_scores(logits, config)  # (T, E)
+        num_tokens = len(scores) * axis.size
+        if config.load_balancing == "global_aux_loss":
+            assert self.expert_share is not None
+            share = self.expert_share.to(scores.dtype)
+            return balance_loss_of_shares(scores, share, num_tokens)
+        if config.expert_bias or config.router_num_groups > 1:
+            experts = scores.detach().topk(config.router_topk, dim=-1).indices
+        chosen = chosen_mask(experts, config.num_experts)
+        if config.load_balancing == "aux_loss":
+            tokens = summed(chosen.sum(0), axis)
+            return balance_loss(scores, tokens, num_tokens, config.router_topk)
+        by_sample = (-1, batch)
+        tokens = summed(chosen.unflatten(0, by_sample).sum(0), axis)  # (B, E)
+        return balance_loss(
+            scores.unflatten(0, by_sample), tokens, num_tokens // batch, config.router_topk
+        )
+
+    def _dropped(self, probs: Tensor, experts: Tensor) -> Tensor | None:
+        capacity = self.config.capacity(len(probs) * self.tokens_axis.size)
+        if capacity is None:
+            return None
+        return over_capacity(probs, experts, self.config, capacity, self.tokens_axis)
+
+    def extra_repr(self) -> str:
+        """Sizes and choices."""
+        config = self.config
+        return (
+            f"experts={config.num_experts}, topk={config.router_topk},"
+            f" scores={config.router_score_function}, balance={config.load_balancing}"
+        )

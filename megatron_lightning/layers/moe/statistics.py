@@ -1,0 +1,81 @@
+"""What the routers of a run did, as sums on the device: nothing here makes the host wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def is_recomputation() -> bool:
+    """True inside of a backward pass, where a forward is one that is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(eq=False)
+class RouterStatistics:
+    """Sums of one layer's router over the training forwards since `reset`, of this rank's tokens.
+
+    Sums over ranks are for who reads them: `tokens` over the ranks that hold tokens.
+    """
+
+    tokens: Tensor
+    """(E,) int64 tokens that the router sent to each expert, before any was dropped."""
+    num_tokens: Tensor
+    """int64, tokens that came."""
+    dropped: Tensor
+    """int64, of tokens x K places, those without room."""
+    entropy: Tensor
+    """Sum over tokens of the entropy of their scores, in nats; at most log(E) a token."""
+    aux_loss: Tensor
+    """Sum over forwards of the auxiliary loss (times its coefficient), this rank's part of it."""
+    z_loss: Tensor
+    """Likewise of the z-loss."""
+    num_forwards: int = 0
+
+    @classmethod
+    def zeros(cls, num_experts: int, device: torch.device | str) -> RouterStatistics:
+        """Nothing has come."""
+        counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=device)
+        sums = torch.zeros(3, dtype=torch.float32, device=device)
+        return cls(
+            counts[:num_experts], counts[num_experts], counts[num_experts + 1], *sums.unbind()
+        )
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Begin anew."""
+        for values in (
+            self.tokens,
+            self.num_tokens,
+            self.dropped,
+            self.entropy,
+            self.aux_loss,
+            self.z_loss,
+        ):
+            values.zero_()
+        self.num_forwards = 0
+
+    @torch.no_grad()
+    def add(
+        self,
+        *,
+        tokens: Tensor,
+        num_tokens: int,
+        dropped: Tensor | None,
+        scores: Tensor,
+        aux_loss: Tensor | None,
+        z_loss: Tensor | None,
+    ) -> None:
+        """Add one forward. `tokens` (E,); `dropped` (T, K) bool; `scores` (T, E), sums 1."""
+        self.tokens += tokens
+        self.num_tokens += num_tokens
+        self.entropy += torch.special.entr(scores).sum()
+        if dropped is not None:
+            self.dropped += dropped.sum()
+        if aux_loss is not None:
+            self.aux_loss += aux_loss
+        if z_loss is not None:
+            self.z_loss += z_loss
+        self.num_forwards += 1
