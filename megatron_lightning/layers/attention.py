@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.rotary import RotaryTables
 from megatron_lightning.parallel.context_attend import attend
+from megatron_lightning.parallel.context_dense import pad_heads
 from megatron_lightning.parallel.context_kernels import choose_kernel
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.random import Initial, Normal
@@ -165,6 +166,8 @@ class FusedAttention(CoreAttention):
         query, key, value = (
             x.permute(1, 2, 0, 3) for x in (query, key, value)
         )  # (B, N or G, S, D)
+        size, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
+        query, key, value = (pad_heads(x, wide) for x in (query, key, value))
         with self.dropout.fused(query.device) as probability:
             if seen is not None:
                 key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
@@ -182,7 +185,7 @@ class FusedAttention(CoreAttention):
                 )
             else:
                 context = full_attention(query, key, value, scale=self.scale, dropout_p=probability)
-        return context.permute(2, 0, 1, 3).flatten(2)  # (S, B, N * D)
+        return context[..., :size].permute(2, 0, 1, 3).flatten(2)  # (S, B, N * Dv)
 
     @torch.compiler.disable
     def _by_blocks(

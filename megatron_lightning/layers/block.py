@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.attention import SelfAttention
+from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.rotary import RotaryTables
 from megatron_lightning.parallel.sequence import SequenceInfo
@@ -32,7 +33,8 @@ class TransformerLayer(nn.Module):
         """Build layer number `layer` (from 0, of the whole network; it decides the window)."""
         super().__init__()
         self.input_layernorm = backend.norm(config, config.hidden_size, device=device)
-        self.self_attention = SelfAttention(config, layer, backend, device=device)
+        attention = SelfAttention if config.latent_attention is None else LatentAttention
+        self.self_attention = attention(config, layer, backend, device=device)
         branch_norm = config.stream.branch_norm
         self.post_attention_layernorm = (
             backend.norm(config, config.hidden_size, device=device) if branch_norm else None

@@ -22,13 +22,16 @@ from megatron_lightning.config.plan import (
     vocabulary,
 )
 
+LAYER = "decoder.layers.*"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+PREDICTION = "mtp"
+"""Module of multi-token prediction, with an embedding that is tied to the first one."""
 
 
 def gpt_splits(config: GPTConfig) -> dict[str, Split]:
     """Rows for the parameters that a GPTNetwork of this config has."""
-    layer = "decoder.layers.*"
+    layer = LAYER
     sequence = replicated(Gradient.SEQUENCE)
     fc1_dim = 1 if config.gated_linear_unit else 0
     splits = {
@@ -64,17 +67,60 @@ def gpt_splits(config: GPTConfig) -> dict[str, Split]:
         splits[f"{layer}.self_attention.sinks"] = follows()
     if config.qk_layernorm:
         splits[f"{layer}.self_attention.[qk]_layernorm.*"] = replicated(Gradient.PARTIAL)
-    return splits
+    if config.latent_attention is not None:
+        splits |= _latent_splits(config)
+        del splits[f"{layer}.self_attention.linear_qkv.weight"]
+    return splits if config.multi_token_prediction is None else splits | _prediction_splits(splits)
+
+
+def _latent_splits(config: GPTConfig) -> dict[str, Split]:
+    """Rows of latent attention: what is made for all heads together (compression and its norms)
+    is whole on every rank and sees the own part of the sequence; projections to heads are split.
+    """
+    attention, sequence = f"{LAYER}.self_attention", replicated(Gradient.SEQUENCE)
+    assert config.latent_attention is not None
+    queries = {f"{attention}.linear_q_proj.weight": column()}
+    if config.latent_attention.q_lora_rank:
+        queries = {
+            f"{attention}.linear_q_down_proj.weight": sequence,
+            f"{attention}.q_layernorm.*": sequence,
+            f"{attention}.linear_q_up_proj.weight": column(),
+        }
+    return queries | {
+        f"{attention}.linear_kv_down_proj.weight": sequence,
+        f"{attention}.kv_layernorm.*": sequence,
+        f"{attention}.linear_kv_up_proj.weight": column(),
+    }
+
+
+def _prediction_splits(splits: dict[str, Split]) -> dict[str, Split]:
+    """Rows of multi-token prediction, whose layers have those of the network's."""
+    layer, sequence = f"{PREDICTION}.layers.*", replicated(Gradient.SEQUENCE)
+    rows = {
+        name.replace(LAYER, f"{layer}.mtp_model_layer"): split
+        for name, split in splits.items()
+        if name.startswith(LAYER)
+    }
+    norms = {f"{layer}.{norm}.*": sequence for norm in ("enorm", "hnorm", "final_layernorm")}
+    return rows | norms | {
+        f"{layer}.eh_proj.weight": sequence,
+        f"{PREDICTION}.{WORD_EMBEDDINGS}": vocabulary(),
+    }
 
 
 def gpt_plan(config: GPTConfig) -> ParallelPlan:
     """How a GPTNetwork may be split and cut."""
+    tied = ((WORD_EMBEDDINGS, OUTPUT_LAYER),) if config.tie_word_embeddings else ()
+    last: tuple[str, ...] = ("decoder.final_layernorm", "output_layer")
+    if config.multi_token_prediction is not None:
+        tied += ((WORD_EMBEDDINGS, f"{PREDICTION}.{WORD_EMBEDDINGS}"),)
+        last += (PREDICTION,)
     return ParallelPlan(
         splits=gpt_splits(config),
         layers="decoder.layers",
         first=("embedding",),
-        last=("decoder.final_layernorm", "output_layer"),
-        tied=((WORD_EMBEDDINGS, OUTPUT_LAYER),) if config.tie_word_embeddings else (),
+        last=last,
+        tied=tied,
     )
 
 

@@ -199,6 +199,8 @@ def _set_borders(
     for path, module in network.named_modules():
         splits = module_splits(path, module, plan)
         roles = splits.roles
+        if not roles and hasattr(module, "enters_heads"):
+            cast(Any, module).before = ColumnInput(axis, sequence_dim)
         if not roles or Role.EXPERT in roles:
             continue
         if roles == {Role.REPLICATED}:
