@@ -10,6 +10,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.mlp import MLP
+from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.rotary import RotaryTables
 from megatron_lightning.parallel.sequence import SequenceInfo
 
@@ -41,7 +42,8 @@ class TransformerLayer(nn.Module):
         )
         self.attention_dropout = backend.hidden_dropout(config)
         self.pre_mlp_layernorm = backend.norm(config, config.hidden_size, device=device)
-        self.mlp = MLP(config, backend, device=device)
+        moe = config.is_moe_layer(layer)
+        self.mlp = (MoELayer if moe else MLP)(config, backend, device=device)
         self.post_mlp_layernorm = (
             backend.norm(config, config.hidden_size, device=device) if branch_norm else None
         )

@@ -21,6 +21,7 @@ from megatron_lightning.config.plan import (
     row,
     vocabulary,
 )
+from megatron_lightning.models.moe_plan import dense_mlp_splits, moe_splits
 
 LAYER = "decoder.layers.*"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -33,18 +34,19 @@ def gpt_splits(config: GPTConfig) -> dict[str, Split]:
     """Rows for the parameters that a GPTNetwork of this config has."""
     layer = LAYER
     sequence = replicated(Gradient.SEQUENCE)
-    fc1_dim = 1 if config.gated_linear_unit else 0
     splits = {
         WORD_EMBEDDINGS: vocabulary(),
         f"{layer}.input_layernorm.weight": sequence,
         f"{layer}.self_attention.linear_qkv.weight": column(),
         f"{layer}.self_attention.linear_proj.weight": row(),
         f"{layer}.pre_mlp_layernorm.weight": sequence,
-        f"{layer}.mlp.linear_fc1.weight": column(fc1_dim),
-        f"{layer}.mlp.linear_fc2.weight": row(),
         "decoder.final_layernorm.weight": sequence,
         OUTPUT_LAYER: vocabulary(),
     }
+    if config.num_moe_layers < config.num_layers:
+        splits |= dense_mlp_splits(config, f"{layer}.mlp")
+    if config.num_moe_layers:
+        splits |= moe_splits(config, f"{layer}.mlp")
     if config.position_embedding == "learned":
         splits["embedding.position_embeddings.weight"] = sequence
     if config.norm == "layernorm":
@@ -58,8 +60,6 @@ def gpt_splits(config: GPTConfig) -> dict[str, Split]:
         splits[f"{layer}.self_attention.linear_qkv.bias"] = follows()
     if config.add_bias_linear:
         splits[f"{layer}.self_attention.linear_proj.bias"] = sequence
-        splits[f"{layer}.mlp.linear_fc1.bias"] = follows(fc1_dim)
-        splits[f"{layer}.mlp.linear_fc2.bias"] = sequence
     if config.stream.branch_norm:
         splits[f"{layer}.post_attention_layernorm.*"] = sequence
         splits[f"{layer}.post_mlp_layernorm.*"] = sequence
@@ -102,10 +102,14 @@ def _prediction_splits(splits: dict[str, Split]) -> dict[str, Split]:
         if name.startswith(LAYER)
     }
     norms = {f"{layer}.{norm}.*": sequence for norm in ("enorm", "hnorm", "final_layernorm")}
-    return rows | norms | {
-        f"{layer}.eh_proj.weight": sequence,
-        f"{PREDICTION}.{WORD_EMBEDDINGS}": vocabulary(),
-    }
+    return (
+        rows
+        | norms
+        | {
+            f"{layer}.eh_proj.weight": sequence,
+            f"{PREDICTION}.{WORD_EMBEDDINGS}": vocabulary(),
+        }
+    )
 
 
 def gpt_plan(config: GPTConfig) -> ParallelPlan:

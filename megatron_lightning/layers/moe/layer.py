@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ class MoELayer(nn.Module):
         self.router = Router(config, device=device)
         self.experts = GroupedExperts(config, device=device)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
-        self.latent_down = self.latent_up = None
+        self.latent_down: nn.Module | None = None
+        self.latent_up: nn.Module | None = None
         if moe.latent_size:
             self.latent_down = backend.linear(
                 hidden, moe.latent_size, bias=False, initial=inner, device=device
@@ -45,7 +46,8 @@ class MoELayer(nn.Module):
             self.latent_up = backend.linear(
                 moe.latent_size, hidden, bias=False, initial=residual, device=device
             )
-        self.shared_experts = self.shared_expert_gate = None
+        self.shared_experts: nn.Module | None = None
+        self.shared_expert_gate: nn.Module | None = None
         if moe.shared_expert_ffn_hidden_size:
             width = moe.shared_expert_ffn_hidden_size
             shared = replace(config, ffn_hidden_size=width)
@@ -57,7 +59,7 @@ class MoELayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
-        routed = self._routed(hidden)
+        routed = _eagerly(self, hidden)
         if self.shared_experts is None:
             return routed
         shared = self.shared_experts(hidden)
@@ -65,10 +67,8 @@ class MoELayer(nn.Module):
             shared = torch.sigmoid(self.shared_expert_gate(hidden)) * shared
         return routed + shared
 
-    # Numbers of tokens change from step to step, and statistics are not part of the mathematics:
-    # compiled layers leave this out.
-    @torch.compiler.disable
-    def _routed(self, hidden: Tensor) -> Tensor:
+    def routed(self, hidden: Tensor) -> Tensor:
+        """What the experts make of (S, B, H), without the shared one."""
         routing = self.router(hidden)
         tokens = hidden if self.latent_down is None else self.latent_down(hidden)
         dispatched = self.dispatcher.dispatch(tokens.flatten(0, 1), routing)
@@ -76,3 +76,12 @@ class MoELayer(nn.Module):
         output = self.dispatcher.combine(output, dispatched)  # (T, H)
         output = output.view(*hidden.shape[:2], -1)
         return output if self.latent_up is None else self.latent_up(output)
+
+
+def _routed(layer: MoELayer, hidden: Tensor) -> Tensor:
+    return layer.routed(hidden)
+
+
+# Numbers of tokens change from step to step, and statistics are not part of the mathematics:
+# compiled layers leave this out.
+_eagerly: Any = torch.compiler.disable(_routed)

@@ -1,7 +1,7 @@
 """From router logits to experts and probabilities: plain functions of tensors.
 
-Scores and top-k as in Switch Transformers (arXiv 2101.03961) and Mixtral (arXiv 2401.04088); groups,
-sigmoid scores and the bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437); balanced
+Scores and top-k as in Switch Transformers (arXiv 2101.03961) and Mixtral (arXiv 2401.04088);
+groups, sigmoid scores and the bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437); balanced
 assignment by Sinkhorn iterations as in arXiv 2202.01169. The formulas are listed in docs/moe.md.
 """
 

@@ -39,8 +39,14 @@ class RouterStatistics:
         """Nothing has come."""
         counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=device)
         sums = torch.zeros(3, dtype=torch.float32, device=device)
+        entropy, aux_loss, z_loss = sums.unbind()
         return cls(
-            counts[:num_experts], counts[num_experts], counts[num_experts + 1], *sums.unbind()
+            tokens=counts[:num_experts],
+            num_tokens=counts[num_experts],
+            dropped=counts[num_experts + 1],
+            entropy=entropy,
+            aux_loss=aux_loss,
+            z_loss=z_loss,
         )
 
     @torch.no_grad()
