@@ -52,7 +52,8 @@ FLAGS: Sequence[Row] = (
         "precision",
         "double_precision test_low_precision_trains_alike test_precisions_are_refused",
         note=(
-            "`32-true`, `64-true`, `bf16-mixed`, `bf16-true`; others are refused. With a plan, "
+            "`32-true`, `64-true`, `bf16-mixed`, `bf16-true`, `16-mixed`; others are refused. With "
+            "a plan, "
             "`bf16-mixed` means bfloat16 weights under float32 masters, without autocast; "
             "`16-mixed` "
             "on the CPU is refused, where Lightning would use bfloat16"

@@ -5,7 +5,10 @@ from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.expert import DispatcherName, ExpertConfig
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
+from megatron_lightning.config.lora import LoraConfig
+from megatron_lightning.config.loss_scale import LossScaleConfig
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -26,6 +29,7 @@ from megatron_lightning.config.plan import (
     row,
     vocabulary,
 )
+from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.rotary import RotaryConfig
 from megatron_lightning.config.variants import AttentionConfig, ClampConfig, StreamConfig
@@ -43,11 +47,15 @@ __all__ = [
     "Gradient",
     "LatentAttentionConfig",
     "LocalCheckpointConfig",
+    "LoraConfig",
+    "LossScaleConfig",
+    "MoEConfig",
     "MultiTokenPredictionConfig",
     "ParallelConfig",
     "ParallelPlan",
     "ParameterInfo",
     "PipelineConfig",
+    "QuantizationConfig",
     "RecomputeConfig",
     "Role",
     "RotaryConfig",

@@ -11,6 +11,8 @@ from typing import Literal
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.expert import ExpertConfig
+from megatron_lightning.config.loss_scale import LossScaleConfig
+from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 
 ScheduleName = Literal["1f1b", "gpipe", "zb-h1", "zb-v"]
@@ -49,6 +51,10 @@ class DataParallelConfig:
     overlap_grad_reduce: bool = True
     """Start a bucket's reduction as soon as its gradients are complete; False: all of them after
     backward."""
+    fuse_weight_gradients: bool = True
+    """Linear layers of this package add their weights' gradients to the float32 sums themselves,
+    without a pass of its own. False: autograd hands them over, as `torch.autograd.grad` by weights
+    or a second derivative in a step needs it. Without effect with sharding="fsdp"."""
     sharding: ShardingName = "none"
     """What the data ranks share out: nothing (each has all), "optimizer" (masters and optimizer
     state, ZeRO-1), or "fsdp" (parameters, gradients and optimizer state, FSDP2)."""
@@ -121,6 +127,9 @@ class ParallelConfig:
     recompute: RecomputeConfig = RecomputeConfig()
     context: ContextConfig = ContextConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    quantization: QuantizationConfig | None = None
+    """Low precision of linear layers; None: none."""
     expert: ExpertConfig = ExpertConfig()
 
     @property

@@ -13,6 +13,7 @@ from typing import get_args
 from megatron_lightning.config.data_parallel_rules import data_parallel_problems, replica_problems
 from megatron_lightning.config.expert_rules import expert_world_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
+from megatron_lightning.config.quantization import QuantizationConfig
 
 Rule = Callable[[ParallelConfig], str | None]
 
@@ -47,11 +48,14 @@ def _config_types(config: ParallelConfig) -> str | None:
         "context",
         "checkpoint",
         "expert",
+        "loss_scale",
     ):
         value = getattr(config, name)
         wanted = type(getattr(_DEFAULTS, name))
         if not isinstance(value, wanted):
             return f"{name}={value!r}: give a {wanted.__name__}(...), not {type(value).__name__}"
+    if not isinstance(config.quantization, QuantizationConfig | None):
+        return f"quantization={config.quantization!r}: give a QuantizationConfig(...) or None"
     return None
 
 
@@ -190,6 +194,8 @@ def check_layout(config: ParallelConfig) -> list[str]:
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
     problems += config.expert.check()
+    problems += config.loss_scale.check()
+    problems += config.quantization.check() if config.quantization is not None else []
     problems += data_parallel_problems(config)
     return problems + config.recompute.check() + config.checkpoint.check()
 

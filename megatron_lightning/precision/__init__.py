@@ -1,5 +1,6 @@
 """Precision policies, master weights, optimizer state, and the Lightning plugin."""
 
+from megatron_lightning.precision.loss_scale import LossScaler
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision, requested_precision
 from megatron_lightning.precision.policy import POLICIES, PrecisionPolicy, policy_for
@@ -13,6 +14,7 @@ from megatron_lightning.precision.state import (
 
 __all__ = [
     "POLICIES",
+    "LossScaler",
     "MasterParameters",
     "MegatronPrecision",
     "PrecisionPolicy",

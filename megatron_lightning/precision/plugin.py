@@ -4,6 +4,9 @@ For a network with a plan it does nothing around the steps: dtypes come from the
 and there is no autocast. For a user's module without a plan it behaves as the plugin that Lightning
 chose (autocast for "bf16-mixed"). Either way gradients are clipped by the global norm that the
 strategy computes. Order of hooks, closures and `optimizer_step` are Lightning's own.
+
+With "16-mixed" the strategy scales the loss and divides gradients (`precision.loss_scale`); the
+plugin skips steps whose gradients are not finite. Lightning's `GradScaler` is not used.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from megatron_lightning.config.loss_scale import LossScaleConfig
+from megatron_lightning.precision.loss_scale import LossScaler
 from megatron_lightning.precision.policy import POLICIES, PrecisionPolicy, policy_for
 from megatron_lightning.utils.gradients import clip_by_norm
 
 GradNorm = Callable[[Optimizer], Tensor]
+AreFinite = Callable[[], bool]
 
 
 class MegatronPrecision(Precision):
@@ -36,7 +42,11 @@ class MegatronPrecision(Precision):
 
     `has_plan` is set by the strategy when it knows the module: True switches the wrapped plugin's
     conversions and autocast off. `grad_norm_fn` is set once by the strategy: it returns the global
-    norm of an optimizer's gradients; while it is None, clipping is Lightning's.
+    norm of an optimizer's gradients; while it is None, clipping is Lightning's. `are_finite_fn`
+    likewise says, alike on all ranks, whether all gradients are finite.
+
+    On CUDA `Trainer(precision="16-mixed")` is enough. On the CPU, for tests, give
+    `plugins=[MegatronPrecision(MixedPrecision("16-mixed", "cpu"))]`: it is slow there.
     """
 
     def __init__(
@@ -60,6 +70,19 @@ class MegatronPrecision(Precision):
         policy_for(self.precision)
         self.has_plan = True
         self.grad_norm_fn: GradNorm | None = None
+        self.are_finite_fn: AreFinite | None = None
+        self.loss_scaler = LossScaler() if self.precision == "16-mixed" else None
+        """How the loss is scaled; None where it isn't."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in the next step; 1 where it isn't scaled."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    def configure_loss_scale(self, config: LossScaleConfig) -> None:
+        """Begin anew with a scale by `config`, where there is one."""
+        if self.loss_scaler is not None and self.loss_scaler.config != config:
+            self.loss_scaler = LossScaler(config)
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -73,7 +96,7 @@ class MegatronPrecision(Precision):
     @property
     def policy(self) -> PrecisionPolicy:
         """Dtypes of this run: under autocast (no plan) the weights are plain float32."""
-        autocast = not self.has_plan and self.precision == "bf16-mixed"
+        autocast = not self.has_plan and self.precision.endswith("-mixed")
         return policy_for("32-true" if autocast else self.precision)
 
     # ------------------------------------------------------------------ conversions and contexts
@@ -109,6 +132,47 @@ class MegatronPrecision(Precision):
     def convert_output(self, data: Any) -> Any:
         """Leave outputs of a network with a plan alone."""
         return data if self.has_plan else self.wrapped.convert_output(data)
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Make a step, or with a loss scale skip it where gradients are not finite.
+
+        Hooks and clipping run either way, as with torch's own scaler, and the step counts for
+        schedules and `global_step`; parameters and optimizer state stay as they are.
+        """
+        if self.loss_scaler is None or self.are_finite_fn is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        finite = []
+
+        def checked() -> Any:
+            result = closure()
+            assert self.are_finite_fn is not None
+            finite.append(self.are_finite_fn())  # before clipping by value hides it
+            return result
+
+        result = self._wrap_closure(model, optimizer, checked)
+        self.loss_scaler.update(finite=finite[-1])
+        if finite[-1]:
+            optimizer.step(closure=lambda: result, **kwargs)
+        else:
+            # torch's schedulers warn when their first step comes before one of the optimizer.
+            vars(optimizer)["_opt_called"] = True
+        return result
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one."""
+        return {} if self.loss_scaler is None else self.loss_scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint; one of another precision has none."""
+        if self.loss_scaler is not None and state_dict:
+            self.loss_scaler.load_state_dict(state_dict)
 
     # ------------------------------------------------------------------ clipping
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-_LATER = {
-    "16-mixed": "float16 needs loss scaling",
-    "16-true": "float16 without masters diverges",
-    "transformer-engine": "FP8 needs Transformer Engine's recipes",
-    "transformer-engine-float16": "FP8 needs Transformer Engine's recipes",
-    "fp8": "FP8 needs Transformer Engine's recipes",
+_FP8 = (
+    "for FP8 give the strategy quantization=QuantizationConfig(recipe='fp8_tensorwise') under"
+    " precision='bf16-mixed'"
+)
+_REASONS = {
+    "16-true": "float16 without masters diverges; '16-mixed' keeps them",
+    "transformer-engine": f"it makes Transformer Engine's layers for nn.Linear; {_FP8}",
+    "transformer-engine-float16": f"it makes Transformer Engine's layers for nn.Linear; {_FP8}",
+    "fp8": _FP8,
 }
 
 
@@ -36,6 +39,11 @@ class PrecisionPolicy:
     """Gradient sums over the micro-batches of a window."""
     grad_reduce_dtype: torch.dtype
     """Gradients while they are summed over data-parallel ranks."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """True when gradients would be lost without a scale of the loss (float16)."""
+        return self.params_dtype is torch.float16
 
     @property
     def has_masters(self) -> bool:
@@ -60,6 +68,7 @@ POLICIES = {
     for policy in (
         _policy("32-true", torch.float32, torch.float32, torch.float32),
         _policy("bf16-mixed", torch.bfloat16, torch.float32, torch.float32),
+        _policy("16-mixed", torch.float16, torch.float32, torch.float32),
         _policy("bf16-true", torch.bfloat16, torch.bfloat16, torch.float32),
         _policy("64-true", torch.float64, torch.float64, torch.float64),
     )
@@ -72,8 +81,8 @@ def policy_for(precision: str) -> PrecisionPolicy:
     """
     if precision in POLICIES:
         return POLICIES[precision]
-    reason = _LATER.get(precision)
-    reason = f" ({reason}, which is not supported yet)" if reason else ""
+    reason = _REASONS.get(precision)
+    reason = f" ({reason})" if reason else ""
     raise ValueError(
         f"precision={precision!r} does not work with MegatronStrategy{reason}; use one of"
         f" {list(POLICIES)}"

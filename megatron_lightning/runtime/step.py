@@ -81,6 +81,8 @@ class StepRunner:
             v_shaped=model.placement.v_shaped,
             weight_gradients=model.weight_gradients,
         )
+        self.loss_scale: Callable[[], float] = _unscaled
+        """Factor of losses in their backward passes (float16)."""
         self.timeline: Timeline | None = None
         """Set for a run whose times are wanted."""
 
@@ -150,6 +152,10 @@ class StepRunner:
     def mesh(self) -> ParallelMesh:
         """The mesh."""
         return self._mesh
+
+
+def _unscaled() -> float:
+    return 1.0
 
 
 class _Stage(StageRunner):
@@ -248,7 +254,10 @@ class _Stage(StageRunner):
         self._weight += weight
         if self._has_no_gradient(batch, raw, weight):
             return None
-        return loss * weight.to(loss.dtype)
+        scale = self._runner.loss_scale()
+        if scale == 1.0:
+            return loss * weight.to(loss.dtype)
+        return loss.float() * (weight * scale).float()
 
     def _has_no_gradient(self, batch: MicroBatch, loss: Tensor, weight: Tensor) -> bool:
         """Whether the loss is a 0/0 whose gradient isn't a number either, and may be left out.

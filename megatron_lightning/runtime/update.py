@@ -178,6 +178,14 @@ class ParameterUpdate:
             )
         return self._norm
 
+    def gradients_are_finite(self) -> bool:
+        """Whether all published gradients are finite, equal on all ranks. All ranks must call it;
+        waits for the device.
+        """
+        norm = self.grad_norm()
+        self._norm = None  # hooks may still change gradients
+        return bool(torch.isfinite(norm))
+
     def take_gradients(self) -> None:
         """After a backward under manual optimization: hand gradients to masters."""
         self._norm = None

@@ -20,6 +20,7 @@ from typing_extensions import override
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.expert import ExpertConfig
+from megatron_lightning.config.loss_scale import LossScaleConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -27,6 +28,7 @@ from megatron_lightning.config.parallel import (
     RuntimeConfig,
 )
 from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.runtime.metrics import log_published
 from megatron_lightning.runtime.step import StepResult
@@ -65,6 +67,10 @@ class MegatronStrategy(ModelStrategy):
         What of a forward pass is computed again for its backward, or waits on the CPU.
     sequence_dims
         Sequence dim of such fields under context parallelism, None for a field without one.
+    quantization
+        Matrix products in eight or four bits (docs/precision.md). None: none.
+    loss_scale
+        How float16 losses are scaled, with `precision="16-mixed"`.
     pipeline, context, expert, data_parallel, checkpoint, runtime
         Everything else, see the config classes.
 
@@ -94,6 +100,8 @@ class MegatronStrategy(ModelStrategy):
         context: ContextConfig | None = None,
         expert: ExpertConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
+        quantization: QuantizationConfig | None = None,
+        loss_scale: LossScaleConfig | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         config = ParallelConfig(
@@ -111,6 +119,8 @@ class MegatronStrategy(ModelStrategy):
             context=context or ContextConfig(),
             expert=expert or ExpertConfig(),
             checkpoint=checkpoint or CheckpointConfig(),
+            quantization=quantization,
+            loss_scale=loss_scale or LossScaleConfig(),
         )
         super().__init__(config, plan, batch_dims or {}, sequence_dims or {})
         self._reduce_now = True
@@ -165,7 +175,7 @@ class MegatronStrategy(ModelStrategy):
         if self._reduce_now:
             assert self._update is not None
             startup.check_zeroed(self._update.carriers())
-            if not self._update.reduce(self._window.weight):
+            if not self._update.reduce(self._window.weight * self.loss_scale):
                 startup.warn_no_tokens()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from megatron_lightning.strategies.precision_checks import precision_problems
 from megatron_lightning.strategies.sharding_checks import sharding_problems
 
 if TYPE_CHECKING:
@@ -266,4 +267,5 @@ _RULES: tuple[Rule, ...] = (
     _backward_hook,
     _metrics_in_pipeline,
     sharding_problems,
+    precision_problems,
 )

@@ -79,14 +79,14 @@ def test_all_faults_are_explained_together(capsys: pytest.CaptureFixture[str]) -
     text = refusal(
         capsys,
         "--preset llama3-70b --gpus 60 --tensor-parallel-size 16",
-        "--pipeline-parallel-size 100 --precision 16-mixed --recompute selective",
+        "--pipeline-parallel-size 100 --precision 16-true --recompute selective",
         "--recompute-modules core_atention",
     )
     for words in (
         "60 ranks",
         "num_query_groups=8",
         "pipeline_parallel_size=100",
-        "precision='16-mixed'",
+        "precision='16-true'",
         "'core_atention' matches no module",
     ):
         assert words in text

@@ -10,6 +10,7 @@ def test_dtypes_of_each_precision() -> None:
         "32-true": (fp32, fp32, fp32, False),
         "bf16-mixed": (bf16, fp32, fp32, True),
         "bf16-true": (bf16, bf16, fp32, False),
+        "16-mixed": (torch.float16, fp32, fp32, True),
     }
     for name, (params, main_params, grads, has_masters) in wanted.items():
         policy = policy_for(name)
@@ -22,7 +23,6 @@ def test_dtypes_of_each_precision() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("16-mixed", "loss scaling"),
         ("16-true", "float16"),
         ("transformer-engine", "FP8"),
         ("fp8", "FP8"),

@@ -1,0 +1,85 @@
+"""Which matrix products of a network run in eight or four bits, and how. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+RecipeName = Literal[
+    "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"
+]
+GradientFormat = Literal["e5m2", "e4m3"]
+
+REAL_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
+"""Recipes that run on the GPU's FP8 units; the others are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """Low precision of the linear layers within a plan's layers; see docs/precision.md.
+
+    Embedding, head, norms, attention and routers keep the precision of the run.
+    """
+
+    recipe: RecipeName = "fp8_tensorwise"
+    """Number format and what shares a scale: a tensor (fp8_tensorwise; fp8_delayed by the largest
+    values of past steps), a row (fp8_rowwise), blocks of 128 and 128x128 (fp8_blockwise), of 32
+    (mxfp8), of 16 and 16x16 (nvfp4)."""
+    simulate: bool = False
+    """Round to the format and multiply in the run's precision: the numbers of the recipe on any
+    device, without its speed."""
+    keep_first: int = 1
+    """Layers at the beginning of the network that stay in the run's precision."""
+    keep_last: int = 1
+    """Layers at its end that stay so."""
+    exclude: Sequence[str] = ()
+    """Globs over names of linear layers that stay so too, e.g. "*.linear_proj"."""
+    gradient_format: GradientFormat | None = None
+    """FP8 format of output gradients: e5m2 (wide range) or e4m3. None: e5m2, but e4m3 for
+    fp8_blockwise and mxfp8. Without meaning for nvfp4."""
+    amax_history_length: int = 1024
+    """fp8_delayed: steps whose largest values a scale covers."""
+    margin: int = 0
+    """fp8_delayed: powers of two between the largest value seen and that of the format."""
+    stochastic_rounding: bool = True
+    """nvfp4: round gradients up or down with the probability that keeps their mean."""
+    hadamard: bool = True
+    """nvfp4: spread outliers of the weight gradient's two factors by a random Hadamard transform
+    over 16 tokens."""
+
+    @property
+    def gradient(self) -> GradientFormat:
+        """`gradient_format`, or what stands for None."""
+        if self.gradient_format is not None:
+            return self.gradient_format
+        return "e4m3" if self.recipe in ("fp8_blockwise", "mxfp8") else "e5m2"
+
+    def check(self) -> list[str]:
+        """Return every violation as one explained sentence; an empty list when there is none."""
+        problems = []
+        if self.recipe not in get_args(RecipeName):
+            problems.append(
+                f"quantization.recipe={self.recipe!r}: choose one of {get_args(RecipeName)}"
+            )
+        elif not self.simulate and self.recipe not in REAL_RECIPES:
+            problems.append(
+                f"quantization.recipe={self.recipe!r} with simulate=False: its products need"
+                f" hardware that this package has no kernels for; use one of {REAL_RECIPES}, or"
+                " simulate=True for the recipe's numbers without its speed"
+            )
+        if self.gradient_format not in (None, *get_args(GradientFormat)):
+            problems.append(
+                f"quantization.gradient_format={self.gradient_format!r}: choose one of"
+                f" {get_args(GradientFormat)}, or None for the recipe's own"
+            )
+        for name in ("keep_first", "keep_last", "margin"):
+            if getattr(self, name) < 0:
+                problems.append(f"quantization.{name}={getattr(self, name)}: must be at least 0")
+        if self.amax_history_length < 1:
+            problems.append(
+                f"quantization.amax_history_length={self.amax_history_length}: must be at least 1"
+            )
+        if isinstance(self.exclude, str):
+            problems.append(f"quantization.exclude={self.exclude!r}: give a list of globs")
+        return problems
