@@ -2,7 +2,7 @@
 parallelism is seen.
 
 build on meta (the module's configure_model) -> cut stages (pipeline) -> split weights by the plan
-(tensor, sequence) -> swap attention cores (context)
+(tensor, sequence) -> swap attention cores (context) and token dispatchers (expert)
 -> dropout streams -> materialise or cut the user's values -> recompute -> gradient buckets (data)
 """
 
@@ -22,6 +22,7 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, replicated
 from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.layers.dropout import apply_random
+from megatron_lightning.layers.moe.remote import apply_expert_parallel
 from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.context import apply_context_parallel
 from megatron_lightning.parallel.fsdp import ShardOptions, shard_children, shard_network
@@ -95,6 +96,9 @@ def parallelize(
             experts=ExpertAxes.of(mesh),
         )
         apply_context_parallel(chunk, mesh, config.context)
+        apply_expert_parallel(
+            chunk, mesh, config.expert, sequence_parallel=config.sequence_parallel
+        )
         streams = apply_random(
             chunk,
             mesh,
