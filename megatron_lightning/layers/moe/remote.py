@@ -1,0 +1,230 @@
+"""Dispatchers for experts on several ranks, and how a network gets them.
+
+| name | forth | back | needs of the host |
+|---|---|---|---|
+| all_to_all | each row to the ranks of its expert | the same way | counts of rows, once a layer |
+| all_gather | all tokens to all ranks | sums are scattered | number of own rows, once a layer |
+
+With `pad_to_capacity` the numbers of rows are known beforehand, and all_to_all waits for nothing.
+Where tensor ranks hold equal tokens (no sequence parallelism), each takes a part of them to the
+experts first, so that none is computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lightning.config.expert import ExpertConfig
+from megatron_lightning.layers.moe.dispatcher import Dispatched, TokenDispatcher
+from megatron_lightning.layers.moe.permute import (
+    Order,
+    count,
+    permute,
+    permute_probs,
+    sort_by_expert,
+    unpermute,
+)
+from megatron_lightning.layers.moe.routing import Routing
+from megatron_lightning.parallel.collectives import (
+    all_gather,
+    gather_dim,
+    own_part,
+    reduce_scatter_dim,
+    scatter_dim,
+)
+from megatron_lightning.parallel.expert import (
+    ExpertRanks,
+    RowCounts,
+    begin_row_counts,
+    by_expert,
+    exchange_counts,
+    return_rows,
+    send_rows,
+)
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+
+
+def apply_expert_parallel(
+    network: nn.Module, mesh: ParallelMesh, config: ExpertConfig, *, sequence_parallel: bool
+) -> None:
+    """Give every layer of experts in `network` the dispatcher of this layout, in place.
+
+    Without sequence parallelism tensor ranks hold equal tokens; with it each holds its own.
+    """
+    ranks = ExpertRanks.of(mesh)
+    for module in network.modules():
+        if not hasattr(module, "dispatcher"):
+            continue
+        layer = cast(Any, module)
+        inner: Any = layer.dispatcher
+        if ranks.both.size > 1:
+            kind = AllToAllDispatcher if config.dispatcher == "all_to_all" else AllGatherDispatcher
+            inner = kind(inner.num_experts, ranks)
+        if mesh.tp.size > 1 and not sequence_parallel:
+            inner = SharedTokensDispatcher(inner, mesh.tp)
+        layer.dispatcher = inner
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Travelled:
+    """How rows went, for the way back."""
+
+    order: Order
+    """Of this rank's tokens by expert."""
+    received: Order
+    """Of received rows by local expert."""
+    counts: RowCounts
+
+
+class AllToAllDispatcher:
+    """Each row travels to the ranks that hold its expert, and its output back."""
+
+    def __init__(self, num_experts: int, ranks: ExpertRanks) -> None:
+        self.num_experts = num_experts
+        self.ranks = ranks
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
+        """See `TokenDispatcher.dispatch`."""
+        order = sort_by_expert(routing, self.num_experts)
+        ranks = self.ranks
+        incoming = exchange_counts(order.counts, ranks)  # (ranks, E_local)
+        pending = None
+        if routing.capacity is None:
+            pending = begin_row_counts(order.counts, incoming, ranks)
+        rows = permute(hidden, order)  # (R, H), launched while the counts are on their way
+        probs = permute_probs(routing.probs, order)
+        if pending is None:
+            assert routing.capacity is not None
+            block = routing.capacity * (self.num_experts // ranks.expert.size)
+            counts = RowCounts(sent=[block] * ranks.expert.size, received=[block] * ranks.both.size)
+        else:
+            counts = pending.wait()
+        rows = send_rows(rows[: counts.num_sent], counts, ranks)
+        probs = send_rows(probs[: counts.num_sent], counts, ranks)
+        received = _received_order(incoming, counts.num_received)
+        return Dispatched(
+            tokens=_never_empty(permute(rows, received)),
+            probs=_never_empty(permute_probs(probs.unsqueeze(1), received)),
+            counts=received.counts,
+            kept=_Travelled(order=order, received=received, counts=counts),
+        )
+
+    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+        """See `TokenDispatcher.combine`."""
+        kept: _Travelled = dispatched.kept
+        rows = unpermute(output[: kept.counts.num_received], kept.received)
+        rows = return_rows(rows, kept.counts, self.ranks)
+        missing = len(kept.order.slot_of_row) - len(rows)  # dropped slots, which are not read
+        return unpermute(F.pad(rows, (0, 0, 0, missing)) if missing else rows, kept.order)
+
+
+def _received_order(incoming: Tensor, num_rows: int) -> Order:
+    place, source = by_expert(incoming, num_rows)
+    return Order(row_of_slot=place.unsqueeze(1), slot_of_row=source, counts=incoming.sum(0))
+
+
+def _never_empty(rows: Tensor) -> Tensor:
+    """At least one row: kernels for grouped products may not take none."""
+    return rows if len(rows) else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1))
+
+
+class AllGatherDispatcher:
+    """Every rank gets all tokens, computes those of its experts, and sums are scattered back."""
+
+    def __init__(self, num_experts: int, ranks: ExpertRanks) -> None:
+        self.num_experts = num_experts
+        self.ranks = ranks
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
+        """See `TokenDispatcher.dispatch`."""
+        axis = self.ranks.both
+        local = self.num_experts // self.ranks.expert.size
+        first = self.ranks.expert.rank * local
+        experts = routing.experts
+        if routing.dropped is not None:
+            experts = experts.masked_fill(routing.dropped, self.num_experts)
+        longest, num_rows = self._sizes(experts, first, local)
+        missing = longest - len(hidden)
+        experts = F.pad(experts, (0, 0, 0, missing), value=self.num_experts)
+        experts = all_gather(experts, axis, 0) - first
+        elsewhere = (experts < 0) | (experts >= local)
+        probs = gather_dim(_longer(routing.probs, missing), axis, 0)
+        experts = experts.masked_fill(elsewhere, 0)
+        order = sort_by_expert(Routing(probs=probs, experts=experts, dropped=elsewhere), local)
+        order = _first_rows(order, num_rows)
+        tokens = gather_dim(_longer(hidden, missing), axis, 0)  # (ranks * T, H)
+        return Dispatched(
+            tokens=permute(tokens, order),
+            probs=permute_probs(probs, order),
+            counts=order.counts,
+            kept=(order, len(hidden)),
+        )
+
+    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+        """See `TokenDispatcher.combine`."""
+        order, length = dispatched.kept
+        sums = unpermute(output, order)  # (ranks * T, H), of the experts of this rank
+        return reduce_scatter_dim(sums, self.ranks.both, 0)[:length]
+
+    def _sizes(self, experts: Tensor, first: int, local: int) -> tuple[int, int]:
+        """(most tokens of any rank: batches of data ranks may differ; rows for the experts of this
+        one). The host waits for them.
+        """
+        counts = count(experts.flatten(), self.num_experts + 1)
+        counts[-1] = len(experts)  # in place of the dropped ones
+        every = all_gather(counts.unsqueeze(0), self.ranks.both, 0)  # (ranks, E + 1)
+        own = every[:, first : first + local].sum()
+        longest, num_rows = torch.stack([every[:, -1].max(), own]).tolist()
+        return longest, num_rows
+
+
+def _first_rows(order: Order, num_rows: int) -> Order:
+    """The order without rows behind the first `num_rows` (at least one), which hold nothing."""
+    num_rows = max(num_rows, 1)
+    assert order.empty is not None
+    return replace(
+        order,
+        row_of_slot=order.row_of_slot.clamp(max=num_rows - 1),
+        slot_of_row=order.slot_of_row[:num_rows],
+        empty=order.empty[:num_rows],
+    )
+
+
+class SharedTokensDispatcher:
+    """For ranks that hold equal tokens: each brings its part to the experts, and all get all."""
+
+    def __init__(self, inner: TokenDispatcher, axis: MeshAxis) -> None:
+        self.inner = inner
+        self.axis = axis
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
+        """See `TokenDispatcher.dispatch`."""
+        missing = -len(hidden) % self.axis.size
+        dropped = routing.dropped
+        if missing and dropped is None:
+            dropped = torch.zeros_like(routing.experts, dtype=torch.bool)
+        if dropped is not None:
+            dropped = own_part(F.pad(dropped, (0, 0, 0, missing), value=True), self.axis, 0)
+        part = Routing(
+            probs=scatter_dim(_longer(routing.probs, missing), self.axis, 0),
+            experts=own_part(_longer(routing.experts, missing), self.axis, 0),
+            dropped=dropped,  # parts of an expert's capacity are unequal: no padding to it
+        )
+        tokens = scatter_dim(_longer(hidden, missing), self.axis, 0)
+        dispatched = self.inner.dispatch(tokens, part)
+        return replace(dispatched, kept=(dispatched, len(hidden)))
+
+    def combine(self, output: Tensor, dispatched: Dispatched) -> Tensor:
+        """See `TokenDispatcher.combine`."""
+        inner, length = dispatched.kept
+        part = self.inner.combine(output, inner)
+        return gather_dim(part, self.axis, 0, backward="split")[:length]
+
+
+def _longer(rows: Tensor, missing: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
