@@ -74,9 +74,11 @@ def plan_files(
     folder: Path,
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    *,
+    single: str = SINGLE,
 ) -> FileSet:
     """Place tensors (name -> dtype, shape) in files of at most `max_shard_bytes`, or of one larger
-    tensor.
+    tensor; in one of the name `single` where one is enough.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
@@ -93,7 +95,7 @@ def plan_files(
     headers: dict[str, bytes] = {}
     tensors: dict[str, StoredTensor] = {}
     for number, names in enumerate(shards, start=1):
-        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        file = single if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
         ordered = sorted(names, key=lambda name: -entries[name][0].itemsize)
         headers[file], placed = _place(folder / file, {name: entries[name] for name in ordered})

@@ -21,6 +21,11 @@ class SourceRecord:
     """Tensors of another dtype."""
     bare: bool = False
     """Whether its names were those of the bare model, without a prefix."""
+    name: str = ""
+    """Its id on the hub; empty for a folder."""
+    joined: tuple[str, ...] = ()
+    """Layers here that pack projections, and are one tensor there as well; adapters then have one
+    pair for all of them (`LoraConfig.joined`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """As a plain dict."""

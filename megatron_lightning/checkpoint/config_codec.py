@@ -4,9 +4,7 @@ from megatron_lightning.checkpoint.codec import Codec
 from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.lora import LoraConfig
-from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.model import GPTConfig
-from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -25,8 +23,6 @@ CODEC = Codec(
         ClampConfig,
         DataParallelConfig,
         GPTConfig,
-        LatentAttentionConfig,
-        MultiTokenPredictionConfig,
         LoraConfig,
         LatentAttentionConfig,
         MultiTokenPredictionConfig,

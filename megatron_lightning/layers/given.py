@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.parallel.random import Initial
 
 
@@ -69,14 +71,31 @@ class GivenValues(Initial):
         self.source.fill(target, name.removeprefix(self.prefix), offsets, sizes)
 
 
-def give_values(network: nn.Module, source: ValueSource, prefix: str) -> None:
+def give_values(
+    network: nn.Module,
+    source: ValueSource,
+    prefix: str,
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> None:
     """Let every parameter of a network on the meta device get its values from `source` when it is
-    materialised, in whatever layout. The network's modules must have `initials`.
+    materialised, in whatever layout; only of modules whose path is `wanted`. These must have
+    `initials`.
     """
     for path, module in network.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
-        if not names:
+        if not names or not wanted(path):
             continue
         assert hasattr(module, "initials"), f"{path} has no initial values to replace"
         owner: Any = module
         owner.initials = dict.fromkeys(owner.initials, GivenValues(source, prefix))
+
+
+def expect_values(network: nn.Module, table: Mapping[str, ParameterInfo], prefix: str) -> None:
+    """Tell the sources of a network on the meta device how many values it will take from them, as
+    it is cut now: `table` has its rows by prefix + name.
+    """
+    for name, parameter in network.named_parameters():
+        path, _, last = name.rpartition(".")
+        given = getattr(network.get_submodule(path), "initials", {}).get(last)
+        if parameter.is_meta and isinstance(given, GivenValues) and hasattr(given.source, "expect"):
+            given.source.expect(math.prod(table[prefix + name].sizes))

@@ -31,6 +31,10 @@ class Linear(nn.Module):
     `after`, hence once."""
     weight_sink: DefersWeightGradient | None = None
     """Set when the schedule splits backwards: may put off the weight's gradient."""
+    sums_weight_gradient: bool = False
+    """True when the weight's gradient goes to its main gradient (`parallel/main_gradient.py`)."""
+    adapters: nn.Module | None
+    """Low-rank adapters beside the layer, see `layers/lora.py`: (input, output) -> output."""
 
     def __init__(
         self,
@@ -46,18 +50,21 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape, in_features, device=device))
         self.bias = nn.Parameter(torch.empty(*shape, device=device)) if bias else None
         self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
+        self.adapters = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held."""
         sink = self.weight_sink
-        return self._forward(x) if sink is None else sink.run(self._forward, x)
+        y = self._forward(x) if sink is None else sink.run(self._forward, x)
+        return y if self.adapters is None else self.adapters(x, y)
 
     def _forward(self, x: Tensor) -> Tensor:
         *output_shape, in_features = self.weight.shape
         weight = self.weight.view(-1, in_features)
         bias = None if self.bias is None else self.bias.view(-1)
         inner_bias = None if self.sums_output else bias
-        y = bordered_linear(x, weight, inner_bias, self.before, self.weight_sink)
+        sums = self.sums_weight_gradient
+        y = bordered_linear(x, weight, inner_bias, self.before, self.weight_sink, sums=sums)
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if self.after is not None:
             y = self.after(y)

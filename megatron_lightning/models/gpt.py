@@ -4,16 +4,19 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.config.lora import LoraConfig
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.layers.lora import GroupedParts, Parts, StackedParts
 from megatron_lightning.layers.loss import masked_mean
 from megatron_lightning.layers.torch_backend import AttentionKernel, TorchBackend
 from megatron_lightning.models.generate import Sampling, generate
@@ -39,6 +42,7 @@ class GPTModel(MegatronModule):
     Megatron-Core does by default.
     `attention`: "fused" uses torch's kernels; "reference" is written out, for exact dropout and as
     an oracle.
+    `lora`: low-rank adapters are trained and nothing else, as after `add_lora`.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class GPTModel(MegatronModule):
         scheduler: SchedulerConfig | None = None,
         loss_normalization: LossNormalization = "token",
         attention: AttentionKernel = "fused",
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__()
         if loss_normalization not in ("token", "micro_batch"):
@@ -62,6 +67,9 @@ class GPTModel(MegatronModule):
         self.scheduler_config = scheduler or SchedulerConfig()
         self.loss_normalization = loss_normalization
         self.attention: AttentionKernel = attention
+        if lora is not None and (problems := lora.check()):
+            raise ValueError("; ".join(problems))
+        self.lora = lora
 
     @classmethod
     def from_preset(cls, name: str, **kwargs: Any) -> Self:
@@ -72,11 +80,23 @@ class GPTModel(MegatronModule):
 
     def build_network(self, device: str | None = None) -> nn.Module:
         """Make the network with uninitialised weights."""
-        return GPTNetwork(self.config, TorchBackend(attention=self.attention), device=device)
+        network = GPTNetwork(self.config, TorchBackend(attention=self.attention), device=device)
+        return self.adapted(network, gpt_plan(self.config))
 
     def parallel_plan(self) -> ParallelPlan:
         """The GPT family's split table."""
-        return gpt_plan(self.config)
+        return self.adapted_plan(gpt_plan(self.config))
+
+    def adapter_parts(self) -> Mapping[str, Parts]:
+        """What the packed projections hold."""
+        config = self.config
+        sizes = (config.queries_per_group * config.head_dim, config.head_dim, config.head_dim)
+        parts: dict[str, Parts] = {
+            "linear_qkv": GroupedParts(("query", "key", "value"), sizes),
+        }
+        if config.gated_linear_unit:
+            parts["linear_fc1"] = StackedParts(("gate", "up"))
+        return parts
 
     def check_parallel(self, config: ParallelConfig) -> list[str]:
         """What the layout can't do with this model, before anything is started."""
@@ -126,11 +146,12 @@ class GPTModel(MegatronModule):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        **more: Tensor,
+    ) -> Any:
         """Token ids (B, S) -> logits (B, S, V) of the true vocabulary, or with labels the losses
         (B, S) in float32; see `GPTNetwork`.
         """
-        result = super().forward(tokens, position_ids, labels, cu_seqlens=cu_seqlens)
+        result = super().forward(tokens, position_ids, labels, cu_seqlens=cu_seqlens, **more)
         return result.transpose(0, 1) if labels is None else result  # (S, B, V) -> (B, S, V)
 
     def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -143,13 +164,42 @@ class GPTModel(MegatronModule):
         )  # (B, S)
         return masked_mean(losses, batch["loss_mask"])
 
+    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Tokens over which `training_step`'s loss of a whole micro-batch is a mean; None: it is a
+        plain mean. What weighs routers' losses, also on stages that don't compute the loss.
+        """
+        return batch["loss_mask"].sum() if self.loss_normalization == "token" else None
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         """Mean loss of a micro-batch and its number of tokens."""
-        loss, num_tokens = self.token_losses(batch)
-        self.log("train_loss", loss, prog_bar=True)
+        if self.config.multi_token_prediction is None:
+            loss, num_tokens = self.token_losses(batch)
+            self.log("train_loss", loss, prog_bar=True)
+        else:
+            loss, num_tokens = self._losses_of_depths(batch, self.config.multi_token_prediction)
         return (
             {"loss": loss, "num_tokens": num_tokens} if self.loss_normalization == "token" else loss
         )
+
+    def _losses_of_depths(
+        self, batch: dict[str, Tensor], prediction: MultiTokenPredictionConfig
+    ) -> tuple[Tensor, Tensor]:
+        """`token_losses` with the share of multi-token prediction in the loss. Logs `train_loss`
+        without it, and `mtp_K_loss` of each depth K (from 1).
+        """
+        losses, further = self(
+            batch["tokens"],
+            batch.get("position_ids"),
+            batch["labels"],
+            cu_seqlens=batch.get("cu_seqlens"),
+            loss_mask=batch["loss_mask"],
+        )
+        loss, num_tokens = masked_mean(losses, batch["loss_mask"])
+        self.log("train_loss", loss, prog_bar=True)
+        for depth, mean in enumerate(further.means(), start=1):
+            self.log(f"mtp_{depth}_loss", mean)
+        total = further.total(num_tokens, per_token=self.loss_normalization == "token")
+        return loss + prediction.loss_scaling_factor * total, num_tokens
 
     def validation_step(
         self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 import megatron_lightning.checkpoint as store
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.checkpoint.ranks import ALONE
+from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.plan import ParallelPlan, canonical_name
 from megatron_lightning.layers.given import ValueSource, give_values
 from megatron_lightning.layers.whole import materialise_whole
+from megatron_lightning.models.adapters import ADAPTER_RECORD, HoldsAdapters
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
@@ -31,7 +33,7 @@ SOURCE_RECORD = "source_record"
 """Entry of a checkpoint: `MegatronModule.source_record`."""
 
 
-class MegatronModule(LightningModule, ABC):
+class MegatronModule(HoldsAdapters, LightningModule, ABC):
     """Base of the zoo's modules. Subclasses say how the network is built and how it may be cut."""
 
     network_attribute: ClassVar[str] = "network"
@@ -45,6 +47,9 @@ class MegatronModule(LightningModule, ABC):
         rank its part."""
         self.source_record: dict[str, Any] | None = None
         """What an imported model was, for its export; kept in checkpoints. See `bridge`."""
+        self.holds_weights = False
+        """Whether `load_weights` has brought real weights."""
+        self._begin_adapters()
 
     @abstractmethod
     def build_network(self, device: str | None = None) -> nn.Module:
@@ -60,21 +65,32 @@ class MegatronModule(LightningModule, ABC):
             return
         with torch.inference_mode(False):  # parameters made under it could never be trained
             self.network = self.build_network("meta")
-            if self.initial_values is not None:
-                give_values(self.network, self.initial_values, f"{self.network_attribute}.")
+            self._give_values(self.network)
             if not (
                 self._trainer is not None
                 and getattr(self.trainer.strategy, "materialises_networks", False)
             ):
-                self._fill(self.network)
+                self.fill_network()
 
-    def _fill(self, network: nn.Module) -> None:
+    def _give_values(self, network: nn.Module) -> None:
+        """Note where values come from that are not drawn."""
+        prefix = f"{self.network_attribute}."
+        if self.initial_values is not None:
+            give_values(network, self.initial_values, prefix, lambda path: not is_adapter(path))
+        if self.adapter_values is not None:
+            give_values(network, self.adapter_values, prefix, is_adapter)
+
+    def fill_network(self) -> None:
+        """Give the parameters that are on the meta device their values, whole in this process."""
+        assert self.network is not None
         seed = global_seed()
+        real = (p.device for p in self.network.parameters() if not p.is_meta)
         materialise_whole(
-            network,
+            self.network,
             self.parallel_plan(),
             seed=DEFAULT_SEED if seed is None else seed,
             prefix=f"{self.network_attribute}.",
+            device=next(real, torch.device("cpu")),
         )
 
     def built_network(self) -> Any:
@@ -115,6 +131,7 @@ class MegatronModule(LightningModule, ABC):
             checkpoint[TOKENIZER_DIGEST] = digest
         if self.source_record is not None:
             checkpoint[SOURCE_RECORD] = self.source_record
+        self.record_adapters(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remember what an imported model was."""
@@ -143,14 +160,16 @@ class MegatronModule(LightningModule, ABC):
         hparams_file: Any = None,
         strict: bool | store.Strictness | None = None,
         weights_only: bool | None = None,
+        base: str | Path | None = None,
         **kwargs: Any,
     ) -> Self:
         """Make the module of a checkpoint folder, whole in this process, whatever layout it was
         saved in.
 
         Constructor arguments come from the checkpoint; `kwargs` replace them. `weights_only` has no
-        meaning: nothing is unpickled in any case. Raises CheckpointError when the folder is no
-        valid checkpoint or its tensors don't fit.
+        meaning: nothing is unpickled in any case. `base`: the Hugging Face model below a
+        checkpoint that holds adapters alone; by default the one that the run began from. Raises
+        CheckpointError when the folder is no valid checkpoint or its tensors don't fit.
         """
         if hparams_file is not None:
             raise ValueError(
@@ -159,9 +178,26 @@ class MegatronModule(LightningModule, ABC):
         objects = store.load_objects(checkpoint_path, codec=CODEC)
         module = cls(**{**_constructor_arguments(objects), **kwargs})
         module.source_record = objects.get(SOURCE_RECORD)
+        module._adapt_to(objects, base)
         module.configure_model()
         module.load_weights(checkpoint_path, strict=True if strict is None else strict)
         return module if map_location is None else module.to(map_location)
+
+    def _adapt_to(self, objects: Mapping[str, Any], base: str | Path | None) -> None:
+        """Have the adapters of a checkpoint, and the base that it may lack."""
+        record = objects.get(ADAPTER_RECORD)
+        if record is None:
+            return
+        if self.lora is None:
+            self.add_lora(record["config"])
+        if record["without_base"]:
+            folder = (self.source_record or {}).get("folder") if base is None else base
+            if folder is None:
+                raise ValueError(
+                    "the checkpoint holds adapters alone, over a base that came from nowhere; give"
+                    " the Hugging Face model below them: load_from_checkpoint(..., base=...)"
+                )
+            self.initial_values = type(self).from_hf(folder).initial_values
 
     def load_weights(
         self, checkpoint_path: str | Path, *, strict: bool | store.Strictness = True
@@ -177,15 +213,20 @@ class MegatronModule(LightningModule, ABC):
         self.configure_model()
         tensors: dict[str, Tensor] = {}
         shapes = self.global_shapes()
+        elsewhere = self.names_elsewhere(store.load_objects(checkpoint_path, codec=CODEC))
         for name, parameter in self.canonical_parameters().items():
+            if name in elsewhere:
+                continue
             shape = shapes[name]
             tensors[f"model.{name}"] = store.BoxedTensor.from_local(
                 parameter, shape, (0,) * len(shape), shape
             )
         with torch.no_grad():
-            return store.load(
+            report = store.load(
                 checkpoint_path, tensors, strict=strict, scope="model.", process_group=ALONE
             )
+        self.holds_weights = True
+        return report
 
 
 def _constructor_arguments(objects: Mapping[str, Any]) -> dict[str, Any]:
