@@ -27,6 +27,7 @@ from megatron_lightning.parallel.collectives import (
     copy_to_axis,
     gather_dim,
 )
+from megatron_lightning.parallel.main_gradient import both_gradients, weight_gradient
 from megatron_lightning.parallel.mesh import MeshAxis
 
 
@@ -62,11 +63,16 @@ class ColumnInput:
         weight: Tensor,
         bias: Tensor | None,
         sink: DefersWeightGradient | None = None,
+        *,
+        sums: bool = False,
     ) -> Tensor:
-        """`F.linear` of the whole input: (..., in), (out/tp, in) -> (..., out/tp)."""
+        """`F.linear` of the whole input: (..., in), (out/tp, in) -> (..., out/tp).
+
+        With `sums` the weight's gradient goes to its main gradient.
+        """
         if torch.is_autocast_enabled(x.device.type):  # which casts around each operation of its own
             return F.linear(self(x), weight, bias)
-        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, sink)
+        return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, sink, sums)
 
 
 def deferrable_linear(
@@ -75,7 +81,7 @@ def deferrable_linear(
     """`F.linear` whose weight's gradient `sink` may put off: (..., in), (out, in) -> (..., out)."""
     if torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, _WHOLE, None, sink)
+    return _ColumnLinear.apply(x, weight, bias, _WHOLE, None, sink, False)
 
 
 _WHOLE = MeshAxis(name="whole")
@@ -91,9 +97,10 @@ class _ColumnLinear(torch.autograd.Function):
         axis: MeshAxis,
         dim: int | None,
         sink: DefersWeightGradient | None,
+        sums: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.dim, ctx.sink = axis, dim, sink
+        ctx.axis, ctx.dim, ctx.sink, ctx.sums = axis, dim, sink, sums
         return F.linear(x if dim is None else all_gather(x, axis, dim), weight, bias)
 
     @staticmethod
@@ -107,9 +114,12 @@ class _ColumnLinear(torch.autograd.Function):
             needs_weight = not ctx.sink.defer(grad, x, axis, dim)
         if needs_weight and dim is not None:
             gathered = begin_all_gather(x, axis, dim)
-        if needs_x:
+        together = ctx.sums and needs_x and needs_weight and torch.compiler.is_compiling()
+        if needs_x and not together:
             grad_x = grad @ weight
         whole = x if gathered is None else gathered()
+        if together:
+            grad_x = both_gradients(grad, whole, weight)
         if grad_x is not None:
             reduced = (
                 begin_all_reduce_(grad_x, axis)
@@ -117,8 +127,13 @@ class _ColumnLinear(torch.autograd.Function):
                 else begin_reduce_scatter(grad_x, axis, dim)
             )
         rows = grad.flatten(0, -2)
-        if needs_weight:
-            grad_weight = rows.t() @ whole.flatten(0, -2)
+        if needs_weight and not together:
+            grad_weight = (
+                weight_gradient(grad, whole, weight)
+                if ctx.sums
+                else rows.t() @ whole.flatten(0, -2)
+            )
         if needs_bias:
             grad_bias = rows.sum(dim=0)
-        return None if reduced is None else reduced(), grad_weight, grad_bias, None, None, None
+        grad_x = None if reduced is None else reduced()
+        return grad_x, grad_weight, grad_bias, None, None, None, None

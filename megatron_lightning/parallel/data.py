@@ -13,11 +13,11 @@ ready waits for those before it, and a parameter that gets no gradient merely ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import ParameterInfo
@@ -30,6 +30,7 @@ from megatron_lightning.parallel.flat import (
     lay_out,
     sum_gradients,
 )
+from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.utils.gradients import scale_tensors_
 
@@ -89,6 +90,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         self._buffers: list[Tensor] = []
         self._handles: list[Any] = []
+        self._layers: list[Any] = []
         self._launched = 0
         self._build()
 
@@ -133,13 +135,13 @@ class GradientBuckets:
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add a gradient of parameter `name` to its view; the first one of a window is copied."""
+        self._slots[name].add(grad)
+
+    def add_product(self, name: str, grad: Tensor, x: Tensor) -> None:
+        """Add grad^T x to the gradient of weight `name`: (..., out), (..., in) -> (out, in)."""
         slot = self._slots[name]
-        view = slot.main_grad
-        if slot.filled:
-            view.add_(grad.view_as(view))
-        else:
-            view.copy_(grad.view_as(view))
-            slot.filled = True
+        slot.add_product(grad, x)
+        slot.summed = False  # the caller says itself when it has arrived
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient views of parameters that got one; after `finish`, on any replica.
@@ -161,10 +163,27 @@ class GradientBuckets:
         )
         self.withdraw()  # autograd would add to a published view in place, and the hook once more
         for slot in self._slots.values():
-            slot.received = slot.filled = False
+            slot.received = slot.filled = slot.summed = False
         for bucket in self._buckets:
             bucket.armed = bucket.launched = False
         self._launched = 0
+        self._tell_layers()
+
+    def serve(self, layers: Iterable[nn.Module]) -> None:
+        """Let layers add the gradients of their `weight` here themselves, from the next `reset` on.
+
+        They have an attribute `sums_weight_gradient`, which says whether they do.
+        """
+        self._layers = list(layers)
+
+    def _tell_layers(self) -> None:
+        slots = {id(slot.parameter): slot for slot in self._slots.values()}
+        for layer in self._layers:
+            slot = slots.get(id(layer.weight))
+            # Hooks on the gradient itself are autograd's business.
+            layer.sums_weight_gradient = slot is not None and not slot.parameter._backward_hooks
+            if slot is not None:
+                announce(slot)
 
     def begin_run(self) -> None:
         """Before a batch of the window: take away what a hook may have left in `grad`."""
@@ -200,14 +219,8 @@ class GradientBuckets:
         """Say that this pass' gradient of `name` is in its view (ops that add there in place)."""
         slot = self._slots[name]
         slot.received = True
+        slot.check_open()
         bucket = slot.bucket
-        if bucket.launched:
-            raise RuntimeError(
-                f"parameter {name!r} got a gradient after its bucket was reduced. Either backward"
-                " ran again after the last micro-batch of the window, or one pass reaches the"
-                " parameter several times (re-entrant checkpointing of a shared parameter): use"
-                " non-re-entrant checkpointing, or switch the overlap off"
-            )
         if bucket.armed:
             bucket.pending.discard(name)
             self._launch_ready()
@@ -279,6 +292,8 @@ class GradientBuckets:
             slot.parameter.grad_dtype = slot.parameter.dtype
         self._handles, self._slots, self._buckets, self._buffers = [], {}, [], []
         self._launched = 0
+        for layer in self._layers:
+            layer.sums_weight_gradient = False
 
     def _build(self) -> None:
         # Backward goes from the last chunk and parameter to the first, and buckets fill like that.
@@ -333,11 +348,14 @@ class GradientBuckets:
 
     def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
-            if parameter.grad is None:  # autograd calls hooks also where no gradient has come
-                return
-            grad, parameter.grad = parameter.grad.detach(), None
-            self.add(slot.name, grad)
-            self.arrived(slot.name)
+            # Autograd calls hooks also where no gradient has come.
+            summed, slot.summed = slot.summed, False
+            if parameter.grad is not None:
+                grad, parameter.grad = parameter.grad.detach(), None
+                self.add(slot.name, grad)
+                summed = True
+            if summed:
+                self.arrived(slot.name)
 
         return accumulate
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from megatron_lightning.config.plan import Gradient, ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
+from megatron_lightning.parallel.main_gradient import add_product_
 from megatron_lightning.parallel.mesh import MeshAxis
 
 ALIGNMENT_ELEMENTS = 32
@@ -132,6 +133,32 @@ class Slot:
     """True when the view holds a sum of this window; until then what it holds is old."""
     received: bool = False
     """True when it got a gradient in this window; after agreement, when any replica did."""
+    summed: bool = False
+    """True when layers have added to the view themselves since the hook was called."""
+
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient to the view; the first one of a window is copied."""
+        if self.filled:
+            self.main_grad.add_(grad.view_as(self.main_grad))
+        else:
+            self.main_grad.copy_(grad.view_as(self.main_grad))
+            self.filled = True
+
+    def add_product(self, grad: Tensor, x: Tensor) -> None:
+        """Add grad^T x, as a layer does in a backward pass: (..., out), (..., in) -> (out, in)."""
+        self.check_open()
+        add_product_(self.main_grad, grad, x, first=not self.filled)
+        self.filled = self.summed = self.received = True
+
+    def check_open(self) -> None:
+        """RuntimeError when the bucket's sum over replicas has begun."""
+        if self.bucket.launched:
+            raise RuntimeError(
+                f"parameter {self.name!r} got a gradient after its bucket was reduced. Either"
+                " backward ran again after the last micro-batch of the window, or one pass reaches"
+                " the parameter several times (re-entrant checkpointing of a shared parameter): use"
+                " non-re-entrant checkpointing, or switch the overlap off"
+            )
 
     def fill(self) -> None:
         """Make the view zero unless it holds a sum of this window."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from megatron_lightning.parallel.column import (
     DefersWeightGradient,
     deferrable_linear,
 )
+from megatron_lightning.parallel.main_gradient import summing_linear
 
 Border = Callable[[Tensor], Tensor]
 """What a layer does to its input or output; None for nothing."""
@@ -27,14 +29,18 @@ def bordered_linear(
     bias: Tensor | None,
     before: Border | None,
     sink: DefersWeightGradient | None = None,
+    *,
+    sums: bool = False,
 ) -> Tensor:
     """`F.linear(before(x), weight, bias)`, fused where the border can be.
 
-    With a `sink` the weight's gradient may be put off.
+    With a `sink` the weight's gradient may be put off; with `sums` it goes to its main gradient.
     """
     if isinstance(before, ColumnInput):
-        return before.linear(x, weight, bias, sink)
+        return before.linear(x, weight, bias, sink, sums=sums)
     x = x if before is None else before(x)
+    if sums and not torch.is_autocast_enabled(x.device.type):
+        return summing_linear(x, weight, bias)
     return F.linear(x, weight, bias) if sink is None else deferrable_linear(x, weight, bias, sink)
 
 

@@ -32,8 +32,8 @@ Key = tuple[int, int]
 class MainGradients(Protocol):
     """Where weight gradients are summed: `parallel.data.GradientBuckets`."""
 
-    def add(self, name: str, grad: Tensor) -> None:
-        """Add to the gradient of a parameter, in any shape of as many elements."""
+    def add_product(self, name: str, grad: Tensor, x: Tensor) -> None:
+        """Add grad^T x to the gradient of a weight: (..., out), (..., in) -> (out, in)."""
         ...
 
     def arrived(self, name: str) -> None:
@@ -120,8 +120,7 @@ class WeightGradients:
 
     def _add(self, product: _Product, x: Tensor) -> None:
         assert self.target is not None, "weight gradients without gradient buckets"
-        # As autograd does it, a product in its own dtype; the sum is in that of the bucket.
-        self.target.add(product.name, product.grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        self.target.add_product(product.name, product.grad, x)
 
     def clear(self) -> None:
         """Forget everything, after a failed run."""

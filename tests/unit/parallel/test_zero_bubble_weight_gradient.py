@@ -25,8 +25,9 @@ class Sums:
         }
         self.order: list[str] = []
 
-    def add(self, name: str, grad: Tensor) -> None:
-        self.main[name] += grad.view_as(self.main[name])
+    def add_product(self, name: str, grad: Tensor, x: Tensor) -> None:
+        product = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        self.main[name] += product.view_as(self.main[name])
 
     def arrived(self, name: str) -> None:
         self.order.append(name)
