@@ -131,6 +131,9 @@ class ParallelModel:
 
     def arming(self) -> Callable[[Action], None] | None:
         """What to call before the last B or W of each chunk in the run that ends a window, so that
+        elif config.data_parallel.fuse_weight_gradients:
+            modules = (module for network in self.networks for module in network.modules())
+            self.buckets.serve(m for m in modules if hasattr(m, "sums_weight_gradient"))
         buckets are reduced as they fill. None without buckets.
         """
         buckets, weights = self.buckets, self.weight_gradients
