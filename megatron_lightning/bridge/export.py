@@ -7,27 +7,28 @@ on a file system that all ranks see, and appears under its name when it is compl
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lightning.bridge import hub
+from megatron_lightning.bridge.card import Facts, facts_of_trainer, model_card
 from megatron_lightning.bridge.family import TOKEN_FIELDS, Family, difference
-from megatron_lightning.bridge.folder import COMPANIONS, CONFIG
 from megatron_lightning.bridge.hf import family_named, family_of
 from megatron_lightning.bridge.mapping import TensorMap, apply_rules
-from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES, FileSet, plan_files, write_json
+from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES, plan_files
+from megatron_lightning.bridge.progress import Bar
 from megatron_lightning.bridge.record import SourceRecord
-from megatron_lightning.bridge.safetensors_files import DTYPES, write_box
+from megatron_lightning.bridge.safetensors_files import DTYPES
 from megatron_lightning.bridge.source_config import SourceConfig
+from megatron_lightning.bridge.verify import verify_logits, verify_tensors
+from megatron_lightning.bridge.writing import Export, Held, begin_folder
 from megatron_lightning.checkpoint import Box, BoxedTensor
-from megatron_lightning.checkpoint.files import sync_folder
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.checkpoint.sharing import shares
 from megatron_lightning.config.model import GPTConfig
@@ -50,22 +51,12 @@ class ExportOptions:
     architecture: str | None = None
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     tokenizer: str | Path | None = None
-
-
-class Held(Protocol):
-    """Values of a network's parameters, by their names relative to it."""
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Dtypes of those that are here."""
-        ...
-
-    def share(self, ranks: RankGroup) -> Mapping[str, list[Box]]:
-        """The boxes that this rank writes; over all ranks each element once."""
-        ...
-
-    def values(self, name: str, box: Box) -> Tensor:
-        """Values of one of these boxes."""
-        ...
+    verify: bool = False
+    push_to_hub: str | None = None
+    facts: Facts = field(default_factory=dict)
+    """What the model card says of the training."""
+    replace: bool = False
+    """Whether a folder that is there gives way to the new one."""
 
 
 @dataclass(frozen=True)
@@ -97,24 +88,32 @@ def to_hf(
     architecture: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     tokenizer: str | Path | None = None,
+    verify: bool = False,
+    push_to_hub: str | None = None,
 ) -> None:
-    """Write the module's weights, config.json and tokenizer files to the new folder `path`.
+    """Write the module's weights, config.json, tokenizer files and a model card to the new folder
+    `path`.
 
     Under a MegatronStrategy all ranks must call it, in or after a run of the Trainer; elsewhere the
     module is whole, and one rank calls it. An imported model gets the names, dtypes and config that
     it came with; `dtype` replaces all dtypes, `architecture` (a `model_type`) the choice of the
     first that expresses the config. Files hold at most `max_shard_bytes` unless one tensor is
     larger. `tokenizer`: folder whose tokenizer files are copied; by default that of the source.
+    `verify`: read all tensors back, and compare logits with transformers' where it is installed,
+    before the folder gets its name. `push_to_hub`: id of a repository to upload it to.
 
-    ValueError when no architecture is this network, or `path` holds something already; on several
-    ranks as a CheckpointError on all of them.
+    ValueError when no architecture is this network, or `path` holds something already;
+    CheckpointError when what was written differs. On several ranks a CheckpointError on all.
     """
-    held, together = _held(module)
+    held, together = held_boxes(module)
     options = ExportOptions(
         dtype=dtype,
         architecture=architecture,
         max_shard_bytes=max_shard_bytes,
         tokenizer=tokenizer,
+        verify=verify,
+        push_to_hub=push_to_hub,
+        facts={} if module._trainer is None else facts_of_trainer(module.trainer),
     )
     export(module, held, Path(path), options, RankGroup(None if together else ALONE))
 
@@ -123,35 +122,66 @@ def export(
     module: MegatronModule, held: Held, path: Path, options: ExportOptions, ranks: RankGroup
 ) -> None:
     """Write the values that all ranks hold together as the model that `module` is; see `to_hf`."""
-    config = module.config
-    if not isinstance(config, GPTConfig):
-        raise ValueError(f"{type(module).__name__}: its config is no GPTConfig")
-    record = None if module.source_record is None else SourceRecord.from_dict(module.source_record)
-    family, fields = _target(config, record, options.architecture)
+    if options.push_to_hub is not None:
+        hub.check_repo_id(options.push_to_hub)
+    writing = begin_export(module, held, path, options, ranks)
+    try:
+        with Bar.of("writing", writing.num_bytes) as bar:
+            ranks.gather("writing weights", lambda: writing.write(held, bar))
+        if options.verify:
+            with Bar.of("verifying", writing.num_bytes) as bar:
+                ranks.gather("verifying weights", lambda: verify_tensors(writing, held, bar))
+            ranks.broadcast("comparing logits", lambda: verify_logits(writing.files.folder))
+        ranks.broadcast("ending an export", lambda: writing.put_in_place(replace=options.replace))
+    except BaseException:
+        if ranks.is_first:
+            writing.abandon()
+        raise
+    repository = options.push_to_hub
+    if repository is not None:
+        ranks.broadcast("pushing to the hub", lambda: hub.push(path, repository))
+
+
+def begin_export(
+    module: MegatronModule, held: Held, path: Path, options: ExportOptions, ranks: RankGroup
+) -> Export:
+    """Make all files with their sizes and headers, and write what is small; on all ranks."""
+    record = record_of(module)
+    family, fields = target_of(module, options.architecture)
     prefix = f"{module.network_attribute}."
     shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
-    table = apply_rules(family.rules(config), shapes)
+    table = apply_rules(family.rules(module.config), shapes)
     dtypes = _dtypes(table, held, record, options.dtype, ranks)
     bare = record is not None and record.bare and family.model_type == record.config["model_type"]
     names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
     entries = {names[n]: (dtypes[n], shape) for n, shape in table.theirs.items()}
-    partial = ranks.broadcast("beginning an export", lambda: _begin(path))
+    card = model_card(
+        path.name,
+        architecture=family.architecture,
+        dtypes=dtypes,
+        parameters=sum(Box.whole(shape).numel for shape in table.theirs.values()),
+        record=record,
+        facts=options.facts,
+    )
+    source = options.tokenizer
+    source = record.folder if source is None and record is not None else source
+    fields = _with_dtype(fields, dtypes, options.dtype is not None)
+    partial = ranks.broadcast(
+        "beginning an export", lambda: begin_folder(path, replace=options.replace)
+    )
     try:
         files = plan_files(partial, entries, options.max_shard_bytes)
-        mine = held.share(ranks)
+        writing = Export(path=path, files=files, table=table, names=names, mine=held.share(ranks))
         ranks.broadcast("laying out files", files.create)
-        ranks.gather("writing weights", lambda: _write(held, mine, table, names, files))
-        fields = _with_dtype(fields, dtypes, options.dtype is not None)
-        source = options.tokenizer
-        source = record.folder if source is None and record is not None else source
-        ranks.broadcast("ending an export", lambda: _finish(path, files, fields, source))
+        ranks.broadcast("laying out files", lambda: writing.describe(fields, source, card))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    return writing
 
 
-def _held(module: MegatronModule) -> tuple[RankBoxes, bool]:
+def held_boxes(module: MegatronModule) -> tuple[RankBoxes, bool]:
     """This rank's parts of the parameters, and whether other ranks have some."""
     prefix = f"{module.network_attribute}."
     strategy: Any = None if module._trainer is None else module.trainer.strategy
@@ -183,10 +213,19 @@ def _cut_model(strategy: Any) -> Any:
         return None
 
 
-def _target(
-    config: GPTConfig, record: SourceRecord | None, architecture: str | None
+def record_of(module: MegatronModule) -> SourceRecord | None:
+    """What the module was; None if it came from nowhere."""
+    record = module.source_record
+    return None if record is None else SourceRecord.from_dict(record)
+
+
+def target_of(
+    module: MegatronModule, architecture: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
-    """The architecture to write, and the fields of config.json."""
+    """The architecture to write, and the fields of config.json. ValueError if there is none."""
+    config, record = module.config, record_of(module)
+    if not isinstance(config, GPTConfig):
+        raise ValueError(f"{type(module).__name__}: its config is no GPTConfig")
     came_as = None if record is None else record.config["model_type"]
     wanted = came_as if architecture is None else architecture
     if record is not None and wanted == came_as:
@@ -234,50 +273,3 @@ def _dtypes(
         all_held |= one
     all_held = ranks.broadcast("comparing dtypes", lambda: all_held)
     return {there: all_held[name] for name, entry in table.entries.items() for there in entry.names}
-
-
-def _begin(path: Path) -> Path:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} exists already; give a new folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    return partial
-
-
-def _write(
-    held: Held,
-    mine: Mapping[str, list[Box]],
-    table: TensorMap,
-    names: Mapping[str, str],
-    files: FileSet,
-) -> None:
-    """Write this rank's share."""
-    with files.opened() as descriptor_of:
-        for ours, share in mine.items():
-            entry = table.entries[ours]
-            for box in share:
-                whole = held.values(ours, box)
-                for piece in (part for p in entry.pieces if (part := p.cut(box)) is not None):
-                    stored = files.tensors[names[entry.names[piece.source]]]
-                    values = whole[piece.ours.shift(box.offsets, sign=-1).slices()]
-                    descriptor = descriptor_of(stored.file)
-                    write_box(descriptor, stored, piece.theirs, piece.to_theirs(values))
-
-
-def _finish(
-    path: Path, files: FileSet, fields: Mapping[str, Any], source: str | Path | None
-) -> None:
-    """Write what is small, and put the folder in place."""
-    folder = files.folder
-    files.write_index()
-    write_json(folder / CONFIG, fields)
-    for name in COMPANIONS if source is not None else ():
-        found = Path(source) / name  # type: ignore[arg-type] - not None here
-        if found.is_file():
-            shutil.copyfile(found, folder / name)
-    sync_folder(folder)
-    if path.is_dir():
-        path.rmdir()
-    os.replace(folder, path)
-    sync_folder(path.absolute().parent)

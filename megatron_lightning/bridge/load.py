@@ -72,5 +72,10 @@ def _record(
     main = sizes.most_common(1)[0][0]
     others = {n: names[s.dtype] for n, s in tensors.items() if names[s.dtype] != main}
     return SourceRecord(
-        folder=str(folder.path.absolute()), config=values, dtype=main, others=others, bare=bare
+        folder=str(folder.path.absolute()),
+        config=values,
+        dtype=main,
+        others=others,
+        bare=bare,
+        name=folder.name,
     )

@@ -22,6 +22,7 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, replicated
 from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.layers.dropout import apply_random
+from megatron_lightning.layers.given import expect_values
 from megatron_lightning.layers.moe.remote import apply_expert_parallel
 from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.context import apply_context_parallel
@@ -110,6 +111,7 @@ def parallelize(
         fill = partial(
             _fill, rows=rows, seed=seed, device=mesh.device, dtype=params_dtype, target=target
         )
+        expect_values(chunk, rows, f"{target.attribute}.")
         if shards is None:
             fill(chunk, "")
         else:
