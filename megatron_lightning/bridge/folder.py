@@ -22,6 +22,15 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "tekken.json",
+    "spiece.model",
+    "vocab.txt",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+    "NOTICE.txt",
 )
 """Files beside the weights that belong to a model and are copied with it."""
 
@@ -33,6 +42,8 @@ class ModelFolder:
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    name: str = ""
+    """Id on the hub; empty for a local folder."""
 
 
 def open_folder(source: str | Path, *, revision: str | None = None) -> ModelFolder:
@@ -43,7 +54,8 @@ def open_folder(source: str | Path, *, revision: str | None = None) -> ModelFold
     config = path / CONFIG
     if not config.is_file():
         raise ValueError(f"{path}: there is no {CONFIG}; give the folder of a Hugging Face model")
-    return ModelFolder(path, read_json(config), _tensors(path))
+    name = "" if Path(source).is_dir() else str(source)
+    return ModelFolder(path, read_json(config), _tensors(path), name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,7 +78,7 @@ def _local(source: str | Path, revision: str | None) -> Path:
         raise ValueError(f"{name}: there is no such folder; give a folder or an id of the hub")
     from huggingface_hub import snapshot_download
 
-    wanted = [CONFIG, INDEX, "*.safetensors", *COMPANIONS]
+    wanted = [CONFIG, INDEX, "*.safetensors", "README.md", *COMPANIONS]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except (OSError, ValueError) as error:

@@ -5,7 +5,7 @@ memory, a box at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import lightning
 import torch
 from torch import Tensor
 
+from megatron_lightning.bridge.card import facts_of_checkpoint
 from megatron_lightning.bridge.export import ExportOptions, export
 from megatron_lightning.bridge.load import from_hf
 from megatron_lightning.bridge.weights import FolderWeights
-from megatron_lightning.checkpoint import Box, CheckpointError, load_objects
+from megatron_lightning.checkpoint import Box, CheckpointError, load_metadata, load_objects
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.checkpoint.convert import Content, LazyTensor
 from megatron_lightning.checkpoint.convert.content import MODEL, exact_weights
@@ -124,5 +125,7 @@ def export_checkpoint(
     if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
         wrong = sorted(set(tensors) ^ set(shapes)) or "their shapes"
         raise CheckpointError(f"{source}: its tensors are not those of its config: {wrong}")
+    facts = facts_of_checkpoint(objects, load_metadata(source, codec=CODEC))
+    options = replace(options, facts={**facts, **options.facts})
     export(module, StoredValues(tensors), Path(target), options, RankGroup(ALONE))
     return content

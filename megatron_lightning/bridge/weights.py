@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.family import Family
 from megatron_lightning.bridge.mapping import Shape, TensorMap, apply_rules
+from megatron_lightning.bridge.progress import Bar
 from megatron_lightning.bridge.safetensors_files import FileReader, StoredTensor
 from megatron_lightning.checkpoint import Box
 from megatron_lightning.config.model import GPTConfig
@@ -22,6 +23,11 @@ class FolderWeights:
     table: TensorMap
     tensors: Mapping[str, StoredTensor]
     reader: FileReader = field(default_factory=FileReader)
+    bar: Bar = field(default_factory=lambda: Bar("reading weights", " values"))
+
+    def expect(self, elements: int) -> None:
+        """Say how many values will be read, for the progress bar."""
+        self.bar.expect(elements)
 
     @torch.no_grad()
     def fill(self, target: Tensor, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
@@ -36,6 +42,8 @@ class FolderWeights:
             view = held.to_theirs(target[held.ours.shift(wanted.offsets, sign=-1).slices()])
             stored = self.tensors[entry.names[piece.source]]
             self.reader.read(stored, held.theirs, view)
+        if self.bar.total:
+            self.bar.update(wanted.numel)
 
     def done(self) -> None:
         """Close the files."""

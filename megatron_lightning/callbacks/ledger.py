@@ -109,6 +109,15 @@ class TokenLedger(L.Callback):
             for name in names
         }
 
+    def training_facts(self) -> dict[str, int]:
+        """What the model card of an export says. In a fit all ranks call it, and the counts are
+        brought up to date.
+        """
+        if self._trainer is not None:
+            self._update(self._trainer)
+        total = self.total
+        return {"tokens": total.tokens, "tokens with a loss": total.loss_tokens}
+
     # ------------------------------------------------------------------ counting
 
     @override

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_lightning.cli.errors import UserError, wrong_input
 
 KIND = "huggingface"
-EXPORT_ONLY = ("architecture", "tokenizer", "shard_size")
+EXPORT_ONLY = ("architecture", "tokenizer", "shard_size", "verify", "push_to_hub")
 _NOT_HERE = ("moments_dtype", "config", "preset", "like")
 
 
@@ -24,6 +24,13 @@ def add_options(parser: Any) -> None:
     add("--architecture", metavar="TYPE", help="model_type to write (default: as it came, or fits)")
     add("--tokenizer", metavar="FOLDER", help="copy tokenizer files from there")
     add("--shard-size", type=float, metavar="GB", help="largest file, in 10^9 bytes (default: 5)")
+    add(
+        "--verify",
+        action="store_true",
+        default=None,
+        help="read all tensors back; compare logits with those of transformers, if installed",
+    )
+    add("--push-to-hub", metavar="REPO", help="upload the folder to this repository of the hub")
 
 
 def convert(options: Namespace) -> None:
@@ -65,6 +72,8 @@ def _export(options: Namespace) -> Any:
         dtype=_dtype(options),
         architecture=options.architecture,
         tokenizer=options.tokenizer,
+        verify=bool(options.verify),
+        push_to_hub=options.push_to_hub,
         **size,
     )
     return export_checkpoint(options.source, options.target, how)

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.layers.dropout import apply_random
+from megatron_lightning.layers.given import expect_values
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
@@ -30,4 +31,5 @@ def materialise_whole(
     mesh = ParallelMesh.single(device)
     table = apply_tensor_parallel(network, plan, mesh.tp, prefix=prefix)
     apply_random(network, mesh, seed=seed)
+    expect_values(network, table, prefix)
     materialise(network, table, seed=seed, device=device, prefix=prefix)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lightning.bridge import FAMILIES, from_hf, to_hf
 from megatron_lightning.bridge.family import difference
-from megatron_lightning.config import GPTConfig, RotaryConfig
+from megatron_lightning.config import AttentionConfig, GPTConfig, RotaryConfig, StreamConfig
 from megatron_lightning.models import GPTModel, preset_config
 from tests.hf_models import LOCAL, LOCAL_NAMES, Batches, Recorded, assert_same_tensors, tensors_of
 from tests.layout_runs import make_strategy
@@ -40,6 +40,36 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         {"add_qkv_bias": True, "window_size": 5, "window_pattern": "FSS"},
     ),
     "head norms": ("qwen3", {"qk_layernorm": True, "activation": "gelu_tanh"}),
+    "gemma2": (
+        "gemma2",
+        {
+            "window_size": 5,
+            "window_pattern": "SF",
+            "tie_word_embeddings": True,
+            "attention": AttentionConfig(scale_dim=12, score_cap=2.0),
+            "stream": StreamConfig(
+                embedding_scale=SMALL["hidden_size"] ** 0.5,
+                zero_centered_norm=True,
+                branch_norm=True,
+                logit_cap=3.0,
+            ),
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "window_size": 5,
+            "window_pattern": "SSF",
+            "qk_layernorm": True,
+            "rotary": RotaryConfig(base=1e6, scaling="linear", factor=4.0),
+            "attention": AttentionConfig(local_rotary=RotaryConfig()),
+            "stream": StreamConfig(
+                embedding_scale=SMALL["hidden_size"] ** 0.5,
+                zero_centered_norm=True,
+                branch_norm=True,
+            ),
+        },
+    ),
     "partly rotated": ("phi3", {"rotary": RotaryConfig(percent=0.5)}),
     "gpt2": (
         "gpt2",
@@ -110,7 +140,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(
         model.save_hf(tmp_path / "full")
     (tmp_path / "full" / "file").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_lightning.bridge.export.write_box", _no_room)
+        patch.setattr("megatron_lightning.bridge.writing.write_box", _no_room)
         with pytest.raises(OSError, match="no space left"):
             model.save_hf(tmp_path / "full")
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
