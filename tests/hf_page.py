@@ -13,6 +13,8 @@ from tests.parity.test_hf_models import LAYOUTS, SLOW
 PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
 BEGIN, END = "<!-- written by tests/hf_page.py -->\n", "<!-- end -->\n"
 TITLES = {
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
     "gpt2": "GPT-2",
     "llama": "Llama 2, 3, 3.x",
     "mistral": "Mistral",
@@ -21,6 +23,8 @@ TITLES = {
     "qwen3": "Qwen3 (dense)",
 }
 LAYOUT_TITLES = {
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
     "single": "one process",
     "tp2": "TP=2",
     "pp2": "PP=2",

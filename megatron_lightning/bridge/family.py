@@ -85,6 +85,12 @@ def computed_fields(config: GPTConfig) -> dict[str, Any]:
     del fields["window_size"], fields["window_pattern"]
     fields["windows"] = [config.window_of(layer) for layer in range(config.num_layers)]
     fields["add_qkv_bias"] = config.add_qkv_bias or config.add_bias_linear
+    local = config.attention.local_rotary
+    fields["attention"] = {
+        **fields["attention"],
+        "scale_dim": config.attention.scale_dim or config.head_dim,
+        "local_rotary": local if any(fields["windows"]) and local != config.rotary else None,
+    }
     return fields
 
 

@@ -101,9 +101,17 @@ class SourceConfig:
             raise self.refuse(field, f"unknown activation; supported are {sorted(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
-    def rope(self) -> RotaryConfig:
-        """The rotary embedding, from either spelling."""
-        given = self._rope_fields()
+    def stated(self, field: str) -> Any:
+        """A field that has to be there and may be null."""
+        if field not in self.values:
+            self.need(field)
+        return self.number(field)
+
+    def rope(self, layers: str | None = None) -> RotaryConfig:
+        """The rotary embedding, from either spelling. `layers`: the type of layers whose it is,
+        where `rope_parameters` tell them apart.
+        """
+        given = self._rope_fields(layers)
         kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
         given.pop("type", None)
         if kind not in _ROPE_KINDS:
@@ -140,8 +148,17 @@ class SourceConfig:
         both = used.get("mscale") and used.get("mscale_all_dim")
         return {} if both else {"mscale": 1.0, "mscale_all_dim": 0.0}
 
-    def _rope_fields(self) -> dict[str, Any]:
+    def tells_ropes_apart(self) -> bool:
+        """Whether `rope_parameters` hold one rotary embedding for each type of layers."""
+        found = self.get("rope_parameters")
+        return isinstance(found, Mapping) and any(isinstance(x, Mapping) for x in found.values())
+
+    def _rope_fields(self, layers: str | None) -> dict[str, Any]:
         new, old = self.get("rope_parameters"), self.get("rope_scaling")
+        if layers is not None and self.tells_ropes_apart():
+            if layers not in new:
+                raise self.refuse("rope_parameters", f"{layers!r} is missing")
+            new = new[layers]
         top = {name: self.get(name) for name in ("rope_theta", "partial_rotary_factor")}
         for name, value in (("rope_parameters", new), ("rope_scaling", old)):
             if value is None:

@@ -1,5 +1,7 @@
 """One table for each architecture."""
 
+from megatron_lightning.bridge.hf.gemma2 import Gemma2Family
+from megatron_lightning.bridge.hf.gemma3_text import Gemma3TextFamily
 from megatron_lightning.bridge.hf.gpt2 import GPT2Family
 from megatron_lightning.bridge.hf.llama import LlamaFamily
 from megatron_lightning.bridge.hf.mistral import MistralFamily
@@ -11,6 +13,8 @@ from megatron_lightning.bridge.hf.registry import FAMILIES, family_named, family
 __all__ = [
     "FAMILIES",
     "GPT2Family",
+    "Gemma2Family",
+    "Gemma3TextFamily",
     "LlamaFamily",
     "MistralFamily",
     "Phi3Family",

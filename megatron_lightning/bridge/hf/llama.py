@@ -12,6 +12,7 @@ from megatron_lightning.bridge.family import Family, activation_name
 from megatron_lightning.bridge.mapping import PackedQKV, Rule, Stacked
 from megatron_lightning.bridge.source_config import SourceConfig, write_rope
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.rotary import RotaryConfig
 
 
 class LlamaFamily(Family):
@@ -26,6 +27,9 @@ class LlamaFamily(Family):
 
     rotates_part: ClassVar[bool] = False
     """Whether a part of each head may stay unrotated."""
+    activation_field: ClassVar[str] = "hidden_act"
+    ties: ClassVar[bool] = False
+    """What the format says of models without tie_word_embeddings."""
 
     def read(self, source: SourceConfig) -> GPTConfig:
         """See `Family.read`."""
@@ -49,7 +53,7 @@ class LlamaFamily(Family):
         head_dim = source.get("head_dim") if self.derives_head_dim else source.need("head_dim")
         if head_dim is None and hidden % heads:
             raise source.refuse("num_attention_heads", f"does not divide hidden_size={hidden}")
-        rotary = source.rope()
+        rotary = self.rotary(source)
         if rotary.percent != 1 and not self.rotates_part:
             raise ValueError(
                 f"{source.origin}: partial_rotary_factor={rotary.percent}: this architecture"
@@ -68,13 +72,17 @@ class LlamaFamily(Family):
             "ffn_hidden_size": source.need("intermediate_size"),
             "max_position_embeddings": source.need("max_position_embeddings"),
             "norm_epsilon": source.need("rms_norm_eps", (int, float)),
-            "activation": source.activation("hidden_act"),
+            "activation": source.activation(self.activation_field),
             "rotary": rotary,
-            "tie_word_embeddings": source.flag("tie_word_embeddings", False),
+            "tie_word_embeddings": source.flag("tie_word_embeddings", self.ties),
             "attention_dropout": source.number("attention_dropout", 0.0),
         }
         std = source.number("initializer_range")
         return fields if std is None else {**fields, "init_method_std": std}
+
+    def rotary(self, source: SourceConfig) -> RotaryConfig:
+        """The rotation of all layers, or of the full ones."""
+        return source.rope()
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
         """See `Family.write`."""
@@ -88,7 +96,7 @@ class LlamaFamily(Family):
             "intermediate_size": config.ffn_hidden_size,
             "max_position_embeddings": config.max_position_embeddings,
             "rms_norm_eps": config.norm_epsilon,
-            "hidden_act": activation_name(config),
+            self.activation_field: activation_name(config),
             **write_rope(config.rotary),
             "tie_word_embeddings": config.tie_word_embeddings,
             "attention_dropout": config.attention_dropout,
@@ -126,6 +134,17 @@ class LlamaFamily(Family):
             Rule(f"{ours}self_attention.linear_qkv.{kind}", qkv, PackedQKV.of(config)),
             Rule(f"{ours}mlp.linear_fc1.{kind}", halves, Stacked(2)),
         ]
+
+
+def head_norms() -> list[Rule]:
+    """Norms of query and key heads."""
+    return [
+        Rule(
+            f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
+            f"model.layers.{{layer}}.self_attn.{x}_norm.weight",
+        )
+        for x in "qk"
+    ]
 
 
 def one_window(source: SourceConfig) -> dict[str, Any]:

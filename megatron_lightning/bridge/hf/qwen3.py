@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from megatron_lightning.bridge.hf.llama import LlamaFamily
+from megatron_lightning.bridge.hf.llama import LlamaFamily, head_norms
 from megatron_lightning.bridge.hf.qwen2 import layer_windows, write_layer_windows
 from megatron_lightning.bridge.mapping import Rule
 from megatron_lightning.bridge.source_config import SourceConfig
@@ -34,11 +34,4 @@ class Qwen3Family(LlamaFamily):
 
     def rules(self, config: GPTConfig) -> Sequence[Rule]:
         """Those of Llama and two norms."""
-        norms = [
-            Rule(
-                f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
-                f"model.layers.{{layer}}.self_attn.{x}_norm.weight",
-            )
-            for x in "qk"
-        ]
-        return [*super().rules(config), *norms]
+        return [*super().rules(config), *head_norms()]

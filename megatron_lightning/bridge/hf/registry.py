@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_lightning.bridge.family import Family
+from megatron_lightning.bridge.hf.gemma2 import Gemma2Family
+from megatron_lightning.bridge.hf.gemma3_text import Gemma3TextFamily
 from megatron_lightning.bridge.hf.gpt2 import GPT2Family
 from megatron_lightning.bridge.hf.llama import LlamaFamily
 from megatron_lightning.bridge.hf.mistral import MistralFamily
@@ -22,20 +24,19 @@ FAMILIES: Mapping[str, Family] = {
         Qwen3Family(),
         GPT2Family(),
         Phi3Family(),
+        Gemma2Family(),
+        Gemma3TextFamily(),
     )
 }
 """By `model_type`. Of several that express a config the first is written."""
-_GEMMA = "norms with weight 1 + w, scaled embeddings, four norms a layer"
 MISSING: Mapping[str, str] = {
     "bert": "bidirectional encoders",
     "bitnet": "ternary linear layers and norms inside attention and MLP",
     "deepseek_v3": "latent attention and experts",
     "deepseek_v4": "compressed attention, hyper-connections and experts",
     "falcon_h1": "state-space layers",
-    "gemma": "norms with weight 1 + w, scaled embeddings",
-    "gemma2": f"{_GEMMA}, soft-capped logits",
+    "gemma": "norms with weight 1 + w without those after branches",
     "gemma3": "vision",
-    "gemma3_text": f"{_GEMMA}, local and global rotary frequencies",
     "gpt_oss": "experts, attention sinks",
     "llava": "vision",
     "mamba2": "state-space layers",

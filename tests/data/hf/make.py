@@ -1,6 +1,6 @@
 """Makes the reference models of this folder with transformers, which the tests do without.
 
-python make.py FOLDER
+python make.py FOLDER [NAME ...]
 """
 
 import json
@@ -41,6 +41,9 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0}
+SMALLER = dict(hidden_size=16, intermediate_size=20, head_dim=8)
+GEMMA = dict(SMALLER, sliding_window=5, tie_word_embeddings=True)
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, dict(head_dim=16, rope_parameters=LLAMA3)),
     "mistral": (transformers.MistralConfig, dict(sliding_window=5, rope_parameters=ROPE)),
@@ -79,13 +82,38 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
             eos_token_id=2,
         ),
     ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        dict(
+            GEMMA,
+            query_pre_attn_scalar=12,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=4.0,
+            rope_parameters=ROPE,
+        ),
+    ),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        dict(
+            GEMMA,
+            query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"full_attention": LINEAR, "sliding_attention": ROPE},
+        ),
+    ),
 }
+ORDER = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text")
+"""Decides the seeds."""
 
 
 def legacy(config: dict[str, Any]) -> dict[str, Any]:
     """The same config in the spelling of transformers 4.x."""
     config = {**config, "torch_dtype": config["dtype"], "transformers_version": "4.51.3"}
     del config["dtype"]
+    if "full_attention" in config.get("rope_parameters", {}):
+        both = config.pop("rope_parameters")
+        config["rope_local_base_freq"] = both["sliding_attention"]["rope_theta"]
+        config["rope_parameters"] = both["full_attention"]
     if "rope_parameters" in config:
         rope = dict(config.pop("rope_parameters"))
         config["rope_theta"] = rope.pop("rope_theta")
@@ -107,14 +135,13 @@ def make(name: str, folder: Path) -> None:
     kind, changes = MODELS[name]
     config = kind(**({**SIZES, **changes} if name != "gpt2" else changes))
     config.architectures = None
-    torch.manual_seed(sorted(MODELS).index(name) + 7)
+    torch.manual_seed(ORDER.index(name) + 7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             wide = 0.12 if parameter.dim() > 1 else 0.2
-            parameter.copy_(
-                torch.randn_like(parameter) * wide + float("norm" in key or "ln" in key)
-            )
+            around_one = ("norm" in key or "ln" in key) and not name.startswith("gemma")
+            parameter.copy_(torch.randn_like(parameter) * wide + float(around_one))
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config_legacy.json").write_text(json.dumps(legacy(written), indent=2) + "\n")
@@ -155,7 +182,7 @@ def make(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for model_name in MODELS:
+    for model_name in sys.argv[2:] or MODELS:
         target = Path(sys.argv[1]) / model_name
         target.mkdir(parents=True, exist_ok=True)
         make(model_name, target)

@@ -1,6 +1,7 @@
 """Forms move every element where an independent torch expression moves it, box by box, and back."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron_lightning.bridge import (
     apply_rules,
 )
 from megatron_lightning.checkpoint import Box
-from megatron_lightning.config import GPTConfig
+from megatron_lightning.config import GPTConfig, StreamConfig
 from megatron_lightning.models import GPTModel
 
 HEADS, GROUPS, DIM, HIDDEN = 6, 2, 4, 5
@@ -81,26 +82,33 @@ def test_any_box_and_back(case: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(back, theirs, strict=True))
 
 
+GEMMA: dict[str, Any] = {
+    "window_size": 3,
+    "stream": StreamConfig(embedding_scale=4.0, zero_centered_norm=True, branch_norm=True),
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "num_query_groups": 4,
+        "norm": "layernorm",
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+        "position_embedding": "learned",
+        "activation": "gelu_tanh",
+    },
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+    "gemma2": GEMMA,
+    "gemma3_text": {**GEMMA, "qk_layernorm": True},
+}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_tables_hold_every_parameter_of_their_networks(name: str, tied: bool) -> None:
     family = FAMILIES[name]
-    gpt2 = name == "gpt2"
-    config = GPTConfig(
-        vocab_size=33,
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=4 if gpt2 else 2,
-        tie_word_embeddings=tied,
-        norm="layernorm" if gpt2 else "rmsnorm",
-        gated_linear_unit=not gpt2,
-        add_bias_linear=gpt2,
-        position_embedding="learned" if gpt2 else "rope",
-        activation="gelu_tanh" if gpt2 else "silu",
-        add_qkv_bias=name == "qwen2",
-        qk_layernorm=name == "qwen3",
-    )
+    sizes = dict(vocab_size=33, num_layers=2, hidden_size=16, num_attention_heads=4)
+    changes = {"num_query_groups": 2, **CHANGES.get(name, {})}
+    config = GPTConfig(**sizes, **changes, tie_word_embeddings=tied)
     assert family.expresses(config) is None
     shapes = {n.removeprefix("network."): s for n, s in GPTModel(config).global_shapes().items()}
     table = apply_rules(family.rules(config), shapes)

@@ -54,7 +54,17 @@ def rope(**fields: Any) -> dict[str, Any]:
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown model": ("llama", {"model_type": "llamba"}, "model_type='llamba' is unknown"),
     "no model": ("llama", {"model_type": None}, "model_type=None is unknown"),
-    "gemma2": ("llama", {"model_type": "gemma2"}, "soft-capped logits"),
+    "no cap": (
+        "gemma2",
+        {"attn_logit_softcapping": None},
+        "attn_logit_softcapping is missing",
+    ),
+    "no pattern": (
+        "gemma3_text",
+        {"layer_types": None, "_sliding_window_pattern": None},
+        "no sliding",
+    ),
+    "window of none": ("gemma2", {"sliding_window": None}, "must be a number"),
     "mixtral": ("llama", {"model_type": "mixtral"}, "parts that are not there yet: experts"),
     "no size": ("llama", {"hidden_size": None}, "hidden_size is missing"),
     "no layers": ("gpt2", {"n_layer": None}, "n_layer is missing"),
