@@ -40,6 +40,10 @@ class ExpertLinear(nn.Module):
         shape = (num_experts, *output_shape)
         self.weight = nn.Parameter(torch.empty(*shape, in_features, device=device))
         self.bias = nn.Parameter(torch.empty(*shape, device=device)) if bias else None
+        self.adds_bias = True
+        """False where ranks that hold other columns sum their outputs, on all of them but the
+        first: the bias counts once, and its gradient is whole on each.
+        """
         self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -62,7 +66,8 @@ class ExpertLinear(nn.Module):
         ends = counts.cumsum(0)
         row = torch.arange(num_rows, device=counts.device)
         expert = torch.searchsorted(ends, row, right=True)
-        biases = self.bias.index_select(0, expert.clamp(max=len(ends) - 1))
+        bias = self.bias if self.adds_bias else self.bias - self.bias.detach()
+        biases = bias.index_select(0, expert.clamp(max=len(ends) - 1))
         used = (row < ends[-1]).view(-1, *[1] * (biases.dim() - 1))
         return torch.where(used, biases, torch.zeros_like(biases))
 

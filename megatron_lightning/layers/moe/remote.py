@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.layers.moe.dispatcher import Dispatched, TokenDispatcher
+from megatron_lightning.layers.moe.experts import GroupedExperts
 from megatron_lightning.layers.moe.permute import (
     Order,
     count,
@@ -58,6 +59,8 @@ def apply_expert_parallel(
     """
     ranks = ExpertRanks.of(mesh)
     for module in network.modules():
+        if isinstance(module, GroupedExperts):
+            module.linear_fc2.adds_bias = ranks.tensor.is_first
         if not hasattr(module, "dispatcher"):
             continue
         layer = cast(Any, module)
