@@ -106,6 +106,11 @@ class MoEConfig:
         share = num_tokens * self.router_topk / self.num_experts
         return min(num_tokens, math.ceil(share * self.capacity_factor))
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether routers have a loss of their own."""
+        return self.aux_loss_coeff > 0 or self.z_loss_coeff > 0
+
     def check(self) -> list[str]:
         """Every violated rule as a sentence with field, value and remedy; empty when all is
         well.

@@ -170,6 +170,12 @@ class GPTModel(MegatronModule):
         """
         return batch["loss_mask"].sum() if self.loss_normalization == "token" else None
 
+    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Tokens over which `training_step`'s loss of a whole micro-batch is a mean; None: it is a
+        plain mean. What weighs routers' losses, also on stages that don't compute the loss.
+        """
+        return batch["loss_mask"].sum() if self.loss_normalization == "token" else None
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         """Mean loss of a micro-batch and its number of tokens."""
         if self.config.multi_token_prediction is None:

@@ -54,6 +54,9 @@ class MicroBatch:
     num_samples: int
     share: float
     """Part of the batch's samples that it holds; the shares of a batch add up to 1."""
+    num_loss_tokens: Tensor | None = None
+    """Tokens that its loss is a mean over, on all context ranks; None: it is a plain mean, or not
+    known."""
     context: ContextPart | None = None
     """What of its sequence this rank holds under context parallelism; None: all of it."""
 

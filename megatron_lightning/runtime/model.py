@@ -19,6 +19,7 @@ from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients
+from megatron_lightning.runtime.expert_balance import ExpertBalance
 from megatron_lightning.runtime.stages import Carried, PipelinedNetwork
 
 
@@ -54,6 +55,8 @@ class ParallelModel:
     """Dtype in which the network reads parameters that are kept in another, by canonical name."""
     buckets: GradientBuckets | ShardedGradients | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
+    expert_balance: ExpertBalance | None = field(default=None, init=False)
+    """The routers of this rank; None without any."""
     weight_gradients: WeightGradients | None = field(default=None, init=False)
     """Weight gradients that wait, when the schedule splits backwards."""
 

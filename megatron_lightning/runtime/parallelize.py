@@ -35,6 +35,7 @@ from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
+from megatron_lightning.runtime.expert_balance import ExpertBalance
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.recompute import apply_recompute
 from megatron_lightning.runtime.sharded import enter_sharded, layers_of, shard_options
@@ -217,8 +218,10 @@ def _finish(
         canonical = tied.get(name, name)
         parameters.setdefault(canonical, parameter)
         chunk_of.setdefault(canonical, held_by.get(id(parameter), 0))
+    sequence_parallel = streams is not None and streams.sequence_parallel
+    balance = ExpertBalance(module, mesh, sequence_parallel=sequence_parallel)
     edges_apart = placement.last_rank != placement.owner(0)[0]
-    return ParallelModel(
+    model = ParallelModel(
         plan=plan,
         pipelined=pipelined,
         placement=placement,
@@ -230,6 +233,8 @@ def _finish(
         tied=tuple(sorted(set(tied.values()))) if edges_apart else (),
         tied_within_rank=bool(tied) and not edges_apart,
     )
+    model.expert_balance = balance if balance.has_routers else None
+    return model
 
 
 def whole(name: str, parameter: nn.Parameter) -> ParameterInfo:

@@ -199,6 +199,9 @@ class _Stage(StageRunner):
                 chunk,
                 None if batch.context is None else batch.context.positions,
             )
+            if self._runner.model.expert_balance is not None:
+                weight = batch.share if batch.num_loss_tokens is None else batch.num_loss_tokens
+                self._runner.model.expert_balance.begin_forward(weight * self._runner.loss_scale())
 
         def step() -> Any:
             with self._context():
@@ -237,6 +240,7 @@ class _Stage(StageRunner):
         self.outputs.append(result)
         if loss is None:
             return None
+        self._check_weight(batch, tokens)
         if not loss.requires_grad:
             warn_once(_NO_GRADIENT)
         weight = torch.as_tensor(
@@ -258,6 +262,20 @@ class _Stage(StageRunner):
         if scale == 1.0:
             return loss * weight.to(loss.dtype)
         return loss.float() * (weight * scale).float()
+
+    def _check_weight(self, batch: MicroBatch, tokens: Any) -> None:
+        """Auxiliary losses were weighed before the step said by what its loss is."""
+        balance = self._runner.model.expert_balance
+        if balance is None or not balance.has_losses:
+            return
+        if (tokens is None) != (batch.num_loss_tokens is None):
+            told = "None" if batch.num_loss_tokens is None else "a number"
+            raise ValueError(
+                f"{self._hook} returned {'no' if tokens is None else 'a'} num_tokens while the"
+                f" module's num_loss_tokens(batch) gives {told}: stages without the loss weigh the"
+                " routers' losses by it, so define both alike (the tokens of a whole micro-batch"
+                " over which the loss is a mean, or None for a plain mean)"
+            )
 
     def _has_no_gradient(self, batch: MicroBatch, loss: Tensor, weight: Tensor) -> bool:
         """Whether the loss is a 0/0 whose gradient isn't a number either, and may be left out.

@@ -54,6 +54,7 @@ class ParameterUpdate:
         self._mesh = mesh
         self._in_parameter_dtype = not policy.has_masters
         self._norm: Tensor | None = None
+        self._has_loads = False
         self.optimizers = list(optimizers)
         self.masters: MasterParameters | None = None
         self.distributed: DistributedOptimizer | None = None
@@ -126,6 +127,7 @@ class ParameterUpdate:
         if float(weight) == 0:
             buckets.withdraw()
             return False
+        self._has_loads = True
         buckets.publish(in_parameter_dtype=self._in_parameter_dtype)
         if self.distributed is not None:
             self.distributed.attach_gradients()
@@ -135,6 +137,9 @@ class ParameterUpdate:
 
     def finish_step(self, step: int) -> None:
         """After the optimizer's step: give what was updated to the model and to all ranks."""
+        if self._model.expert_balance is not None:
+            self._model.expert_balance.finish_window(follow=self._has_loads)
+        self._has_loads = False
         if self.distributed is not None:
             self.distributed.finish_step(step, wait=self._gate is None)
         elif self.masters is not None:
@@ -189,6 +194,7 @@ class ParameterUpdate:
     def take_gradients(self) -> None:
         """After a backward under manual optimization: hand gradients to masters."""
         self._norm = None
+        self._has_loads = True
         if self.masters is not None:
             self.masters.take_gradients()
 

@@ -5,6 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -353,6 +354,7 @@ class ModelStrategy(MeshStrategy):
             pipeline_size=self.mesh.pp.size,
             batch_dims=self._batch_dims,
         )
+        whole = self._weighed(whole)
         cut = ContextSlicer(
             self.mesh,
             batch_dims=self._batch_dims,
@@ -360,6 +362,14 @@ class ModelStrategy(MeshStrategy):
             sequence_parallel=self.config.sequence_parallel,
         )
         return [cut(micro_batch) for micro_batch in whole]
+
+    def _weighed(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """With the numbers of tokens by which losses of routers are weighed, if there are any."""
+        balance = self.parallel_model.expert_balance
+        count = getattr(self.lightning_module, "num_loss_tokens", None)
+        if balance is None or not balance.has_losses or count is None:
+            return micro_batches
+        return [replace(part, num_loss_tokens=count(part.data)) for part in micro_batches]
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_lightning.config import GPTConfig, RotaryConfig
+from megatron_lightning.config import GPTConfig, MoEConfig, RotaryConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "mcore"
 NAMES = ("gpt_absolute", "gpt_rope_swiglu")
@@ -58,9 +58,25 @@ def load_case(name: str, folder: Path = FOLDER) -> Case:
         loss_mask=batches["loss_mask"].float(),
         logits=batches["logits"],
         token_losses=batches["token_losses"],
-        gradients={k: our_tensor(config, k, torch.from_numpy(v)) for k, v in gradients.items()},
+        gradients=stacked(
+            {k: our_tensor(config, k, torch.from_numpy(v)) for k, v in gradients.items()}
+        ),
         optimizer=raw["optimizer"],
         expected=raw["expected"],
+    )
+
+
+def moe_config(theirs: dict[str, Any]) -> MoEConfig | None:
+    """Our experts of a case's TransformerConfig."""
+    if not theirs.get("num_moe_experts"):
+        return None
+    return MoEConfig(
+        num_experts=theirs["num_moe_experts"],
+        router_topk=theirs["moe_router_topk"],
+        ffn_hidden_size=theirs["moe_ffn_hidden_size"],
+        load_balancing=theirs["moe_router_load_balancing_type"],
+        aux_loss_coeff=theirs["moe_aux_loss_coeff"],
+        z_loss_coeff=theirs["moe_z_loss_coeff"],
     )
 
 
@@ -86,6 +102,7 @@ def model_config(raw: dict[str, Any]) -> GPTConfig:
         position_embedding="learned" if learned else "rope",
         rotary=RotaryConfig(base=float(model.get("rotary_base", 10000))),
         tie_word_embeddings=model["share_embeddings_and_output_weights"],
+        moe=moe_config(theirs),
     )
 
 
@@ -96,9 +113,22 @@ def our_tensor(config: GPTConfig, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the experts' tensors, one each, as one: `local_experts.E.` is dim 0."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():  # in the order of experts
+        if ".local_experts." in name:
+            layer, _, rest = name.partition("local_experts.")
+            experts.setdefault(layer + rest.partition(".")[2], []).append(tensor)
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
 def our_state(config: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A Megatron-Core state dict as a GPTNetwork reads it."""
-    ours = {name: our_tensor(config, name, tensor) for name, tensor in state.items()}
+    ours = stacked({name: our_tensor(config, name, tensor) for name, tensor in state.items()})
     if config.tie_word_embeddings:
         ours["output_layer.weight"] = ours["embedding.word_embeddings.weight"]
     return ours

@@ -3,6 +3,7 @@ PP=2.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from megatron_lightning.strategies import MegatronStrategy
 from tests import tolerances
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Recorder, Run
-from tests.parity.mcore_cases import NAMES, Case, load_case
+from tests.parity.mcore_cases import FOLDER, NAMES, Case, load_case
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
@@ -50,9 +51,16 @@ class RecordedBatches(L.LightningDataModule):
             yield {name: values[step].flatten(0, 1) for name, values in fields.items()}
 
 
-def replay(rank: int, world_size: int, name: str, layout: dict[str, Any]) -> dict[str, list[float]]:
+def replay(
+    rank: int,
+    world_size: int,
+    name: str,
+    layout: dict[str, Any],
+    folder: Path = FOLDER,
+    keep_gradients: tuple[int, ...] = (),
+) -> dict[str, Any]:
     """Train on the recorded batches from the recorded weights."""
-    case = load_case(name)
+    case = load_case(name, folder)
     recorded = case.optimizer
     model = GPTModel(
         case.config,
@@ -68,7 +76,7 @@ def replay(rank: int, world_size: int, name: str, layout: dict[str, Any]) -> dic
     network = model.built_network()
     for key, parameter in network.named_parameters():
         parameter.data[tuple(slice(0, size) for size in case.state[key].shape)] = case.state[key]
-    recorder = Recorder(Run(keep_gradients=()))
+    recorder = Recorder(Run(keep_gradients=keep_gradients))
     trainer = L.Trainer(
         strategy=MegatronStrategy(**layout, micro_batch_size=case.tokens.shape[2]),
         accelerator="cpu",
@@ -82,7 +90,8 @@ def replay(rank: int, world_size: int, name: str, layout: dict[str, Any]) -> dic
         callbacks=[recorder],
     )
     trainer.fit(model, RecordedBatches(case))
-    return {"loss": recorder.losses, "grad_norm": recorder.norms, "lr": recorder.rates}
+    seen = {"loss": recorder.losses, "grad_norm": recorder.norms, "lr": recorder.rates}
+    return seen | {"gradients": recorder.gradients}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

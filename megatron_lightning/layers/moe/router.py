@@ -84,6 +84,11 @@ class Router(nn.Module):
             self.expert_share.fill_(1.0 / self.config.num_experts)
 
     @property
+    def follows_loads(self) -> bool:
+        """Whether a buffer changes with the loads of each window."""
+        return self.expert_bias is not None or self.expert_share is not None
+
+    @property
     def statistics(self) -> RouterStatistics:
         """Sums over this window's training forwards."""
         device = self.weight.device
@@ -95,7 +100,10 @@ class Router(nn.Module):
         """(S, B, H) -> experts and weights (T, K), token t = s * B + b."""
         batch = hidden.shape[1]
         logits = self.logits(hidden)  # (T, E)
-        experts = self._choose(logits.detach())  # (T, K)
+        if self.config.load_balancing == "forced":
+            experts = evenly(len(logits), self.config, logits.device)  # (T, K)
+        else:
+            experts = choose(self.selection(logits.detach()), self.config)
         probs = probabilities(logits, experts, self.config)
         if self.training and torch.is_grad_enabled():
             probs, aux, z = self._with_losses(probs, logits, experts, batch)
@@ -123,16 +131,15 @@ class Router(nn.Module):
         return F.linear(hidden.flatten(0, 1).to(dtype), self.weight.to(dtype), bias)
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor) -> Tensor:
+    def selection(self, logits: Tensor) -> Tensor:
+        """(T, E) logits -> values by which experts are chosen, larger is better; before groups."""
         config = self.config
-        if config.load_balancing == "forced":
-            return evenly(len(logits), config, logits.device)
         if config.load_balancing == "sinkhorn" and self.training:
-            return choose(sinkhorn(logits, self.tokens_axis), config)
+            return sinkhorn(logits, self.tokens_axis)
         if config.router_score_function == "softmax" and not config.router_pre_softmax:
-            return choose(logits, config)
+            return logits
         scores = scores_of(logits, config)
-        return choose(scores if self.expert_bias is None else scores + self.expert_bias, config)
+        return scores if self.expert_bias is None else scores + self.expert_bias
 
     def _with_losses(
         self, probs: Tensor, logits: Tensor, experts: Tensor, batch: int

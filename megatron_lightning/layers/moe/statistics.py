@@ -15,7 +15,7 @@ def is_recomputation() -> bool:
 
 @dataclass(eq=False)
 class RouterStatistics:
-    """Sums of one layer's router over the training forwards since `reset`, of this rank's tokens.
+    """Sums of one layer's router over a window's training forwards, of this rank's tokens.
 
     Sums over ranks are for who reads them: `tokens` over the ranks that hold tokens.
     """
@@ -33,6 +33,8 @@ class RouterStatistics:
     z_loss: Tensor
     """Likewise of the z-loss."""
     num_forwards: int = 0
+    is_closed: bool = False
+    """True after the end of a window: the next forward begins anew."""
 
     @classmethod
     def zeros(cls, num_experts: int, device: torch.device | str) -> RouterStatistics:
@@ -62,6 +64,11 @@ class RouterStatistics:
         ):
             values.zero_()
         self.num_forwards = 0
+        self.is_closed = False
+
+    def close(self) -> None:
+        """End the window; the sums stay until the next forward."""
+        self.is_closed = True
 
     @torch.no_grad()
     def add(
@@ -75,6 +82,8 @@ class RouterStatistics:
         z_loss: Tensor | None,
     ) -> None:
         """Add one forward. `tokens` (E,); `dropped` (T, K) bool; `scores` (T, E), sums 1."""
+        if self.is_closed:
+            self.reset()
         self.tokens += tokens
         self.num_tokens += num_tokens
         self.entropy += torch.special.entr(scores).sum()
