@@ -202,10 +202,13 @@ class GPTModel(MegatronModule):
         )
         loss, num_tokens = masked_mean(losses, batch["loss_mask"])
         self.log("train_loss", loss, prog_bar=True)
-        for depth, mean in enumerate(further.means(), start=1):
-            self.log(f"mtp_{depth}_loss", mean)
-        total = further.total(num_tokens, per_token=self.loss_normalization == "token")
-        return loss + prediction.loss_scaling_factor * total, num_tokens
+        means = further.means(num_tokens)
+        for depth, mean in enumerate(means, start=1):
+            count: Any = further.counts[depth]
+            self.log(f"mtp_{depth}_loss", mean, batch_size=count)
+        # Of sums over a window each token counts alike; else the depths are means of their own.
+        added = further.shares(num_tokens) if self.loss_normalization == "token" else means
+        return loss + prediction.loss_scaling_factor * added.mean(), num_tokens
 
     def validation_step(
         self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0

@@ -15,7 +15,8 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.backend import LayerBackend, check_supported
 from megatron_lightning.layers.block import TransformerLayer
 from megatron_lightning.layers.loss import CrossEntropy, soft_cap
-from megatron_lightning.layers.rotary import RotaryEmbedding
+from megatron_lightning.layers.multi_token_prediction import FurtherLosses, MultiTokenPrediction
+from megatron_lightning.layers.rotary import RotaryEmbedding, RotaryTables
 from megatron_lightning.layers.sequence import PackedSequences
 from megatron_lightning.layers.staged import Carried, StagedNetwork
 from megatron_lightning.layers.torch_backend import TorchBackend
@@ -67,12 +68,15 @@ class GPTDecoder(nn.Module):
 class GPTNetwork(StagedNetwork):
     """Tokens -> logits, or with labels -> the loss of each token.
 
-    Call: `network(tokens, position_ids=None, labels=None, cu_seqlens=None)`; the first three (B,
-    S) int64 (positions also (1, S)), positions in [0, max_position_embeddings), labels already
-    shifted, negative ones ignored. `cu_seqlens` (B, documents + 1): where packed documents begin
-    and the last one ends; attention stays within them, and positions count from their beginnings
-    when not given. Returns logits (S, B, V) of the true vocabulary, or with labels the losses
-    (B, S) in float32, unmasked and not averaged.
+    Call: `network(tokens, position_ids=None, labels=None, cu_seqlens=None, loss_mask=None)`; the
+    first three (B, S) int64 (positions also (1, S)), positions in [0, max_position_embeddings),
+    labels already shifted, negative ones ignored. `cu_seqlens` (B, documents + 1): where packed
+    documents begin and the last one ends; attention stays within them, and positions count from
+    their beginnings when not given. Returns logits (S, B, V) of the true vocabulary, or with labels
+    the losses (B, S) in float32, unmasked and not averaged.
+
+    `loss_mask` (B, S), besides labels, asks for the losses of multi-token prediction too: (losses,
+    `FurtherLosses`).
     """
 
     layers_path: ClassVar[str] = "decoder.layers"
@@ -102,6 +106,11 @@ class GPTNetwork(StagedNetwork):
         local = config.attention.local_rotary
         self.local_rotary = None if local is None else RotaryEmbedding(config.rotary_dim, local)
         self.packed = PackedSequences()
+        self.mtp = None
+        if config.multi_token_prediction is not None:
+            embedding = GPTEmbedding(config, backend, device=device)
+            embedding.word_embeddings.weight = self.embedding.word_embeddings.weight
+            self.mtp = MultiTokenPrediction(config, backend, embedding, device=device)
 
     def begin(
         self,
@@ -109,6 +118,7 @@ class GPTNetwork(StagedNetwork):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Embed: (B, S) -> (S, B, H)."""
         if position_ids is None:
@@ -124,16 +134,22 @@ class GPTNetwork(StagedNetwork):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """One transformer layer: (S, B, H) -> (S, B, H)."""
         sequence = self.packed(cu_seqlens)
+        return layer(carried, self._tables(int(name), tokens, position_ids, cu_seqlens), sequence)
+
+    def _tables(
+        self, layer: int, tokens: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ) -> RotaryTables | None:
+        """Rotation in layer number `layer`."""
         if self.rotary is None:
-            return layer(carried, None, sequence)
+            return None
         if position_ids is None:
             position_ids = self.packed.positions(cu_seqlens)
         # From the tokens' shape, since the hidden state may hold only a part of the sequence.
-        tables = self._rotary_of(int(name))(tokens.shape[1], position_ids, tokens.device)
-        return layer(carried, tables, sequence)
+        return self._rotary_of(layer)(tokens.shape[1], position_ids, tokens.device)
 
     def _rotary_of(self, layer: int) -> RotaryEmbedding:
         """That of layer number `layer`: sliding ones may have their own."""
@@ -149,11 +165,25 @@ class GPTNetwork(StagedNetwork):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        loss_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, FurtherLosses]:
         """Norm, head, and loss if there are labels: (S, B, H) -> (B, S) losses, or (S, B, V)
         logits.
         """
-        logits = self.output_layer(self.decoder.final_layernorm(carried))
+        hidden = self.decoder.final_layernorm(carried)
+        logits = self.output_layer(hidden)
         if labels is not None:
-            return self.loss(logits, labels)
+            losses = self.loss(logits, labels)
+            if self.mtp is None or loss_mask is None:
+                return losses
+            tables = self._tables(self.config.num_layers - 1, tokens, position_ids, cu_seqlens)
+            sequence = self.packed(cu_seqlens)
+            targets = self.mtp.targets(tokens, labels, loss_mask, sequence)
+            states = self.mtp(hidden, targets.tokens, tables, sequence)
+            further = [
+                self.loss(self.output_layer(state), ids)
+                for state, ids in zip(states, targets.labels, strict=True)
+            ]
+            stacked = torch.stack(further), torch.stack(targets.masks)
+            return losses, FurtherLosses(*stacked, targets.counts)
         return soft_cap(self.output_layer.whole(logits), self.config.stream.logit_cap)

@@ -31,6 +31,7 @@ from megatron_lightning.parallel.context_slices import local_index
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.sequence import SequenceInfo
+from megatron_lightning.parallel.token_shift import TokenShift
 
 FORMS_WITH_DROPOUT: tuple[ContextForm, ...] = ("all_gather", "all_to_all")
 """Forms in which attention probabilities may be dropped."""
@@ -67,6 +68,9 @@ def apply_context_parallel(network: nn.Module, mesh: ParallelMesh, config: Conte
         parent, _, attribute = name.rpartition(".")
         context = ContextAttention(core, axes, config.form_of(_layer_of(name)))
         setattr(network.get_submodule(parent) if parent else network, attribute, context)
+    for module in network.modules():
+        if isinstance(module, TokenShift):
+            module.axis = mesh.cp
 
 
 def check_context_parallel(network: nn.Module, config: ParallelConfig) -> list[str]:
