@@ -70,7 +70,9 @@ def gpt_splits(config: GPTConfig) -> dict[str, Split]:
     if config.latent_attention is not None:
         splits |= _latent_splits(config)
         del splits[f"{layer}.self_attention.linear_qkv.weight"]
-    return splits if config.multi_token_prediction is None else splits | _prediction_splits(splits)
+    if config.multi_token_prediction is not None:
+        splits |= _prediction_splits(config, splits)
+    return splits
 
 
 def _latent_splits(config: GPTConfig) -> dict[str, Split]:
@@ -93,14 +95,17 @@ def _latent_splits(config: GPTConfig) -> dict[str, Split]:
     }
 
 
-def _prediction_splits(splits: dict[str, Split]) -> dict[str, Split]:
-    """Rows of multi-token prediction, whose layers have those of the network's."""
+def _prediction_splits(config: GPTConfig, splits: dict[str, Split]) -> dict[str, Split]:
+    """Rows of multi-token prediction, whose layers have those of the network's last."""
     layer, sequence = f"{PREDICTION}.layers.*", replicated(Gradient.SEQUENCE)
+    inner = f"{layer}.mtp_model_layer"
     rows = {
-        name.replace(LAYER, f"{layer}.mtp_model_layer"): split
+        name.replace(LAYER, inner): split
         for name, split in splits.items()
-        if name.startswith(LAYER)
+        if name.startswith(LAYER) and not name.startswith(f"{LAYER}.mlp.")
     }
+    has_experts = config.is_moe_layer(config.num_layers - 1)
+    rows |= (moe_splits if has_experts else dense_mlp_splits)(config, f"{inner}.mlp")
     norms = {f"{layer}.{norm}.*": sequence for norm in ("enorm", "hnorm", "final_layernorm")}
     return (
         rows
