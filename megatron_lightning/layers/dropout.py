@@ -51,6 +51,11 @@ class Dropout(nn.Module):
         )
         return (x * (1.0 / (1.0 - self.p))).masked_fill(dropped, 0.0)
 
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn in training."""
+        return self.p > 0.0
+
     @contextmanager
     def fused(self, device: torch.device) -> Iterator[float]:
         """For a kernel that drops inside: yields the probability to give it, while the default
@@ -71,6 +76,44 @@ class Dropout(nn.Module):
         return f"p={self.p}, layout={self.layout.value}"
 
 
+class Jitter(nn.Module):
+    """Multiply by uniform noise of [1 - amount, 1 + amount] in training (routers' inputs, arXiv
+    2101.03961).
+    """
+
+    stream: Streams | None = None
+    """As of `Dropout`."""
+    site: str = ""
+    """As of `Dropout`."""
+
+    def __init__(self, amount: float, layout: Layout = Layout.HIDDEN) -> None:
+        """`amount` in [0, 1)."""
+        super().__init__()
+        self.amount = amount
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any activation of the module's `layout` -> the same shape."""
+        if not self.training or not self.draws:
+            return x
+        if self.stream is None:
+            noise = torch.rand(x.shape, device=x.device)
+        else:
+            noise = self.stream.uniform(
+                x.shape, site=self.site, layout=self.layout, device=x.device
+            )
+        return x * (1.0 - self.amount + 2.0 * self.amount * noise).to(x.dtype)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn in training."""
+        return self.amount > 0.0
+
+    def extra_repr(self) -> str:
+        """Settings."""
+        return f"amount={self.amount}"
+
+
 def apply_random(
     network: nn.Module,
     mesh: ParallelMesh,
@@ -80,7 +123,8 @@ def apply_random(
     sequence_parallel: bool = False,
     streams: Streams | None = None,
 ) -> Streams:
-    """Give every `Dropout` of the network its site and one source of masks, and return that.
+    """Give every `Dropout` and `Jitter` of the network its site and one source of masks and noise,
+    and return that.
 
     `network`'s module names must be those of the whole network (global layer numbers). `streams`:
     those of an earlier call, for a further model chunk of the same rank. ValueError in the exact
@@ -92,7 +136,7 @@ def apply_random(
         make = ExactDropout if exact else DropoutStreams
         streams = make(mesh, seed=seed, sequence_parallel=sequence_parallel)
     for name, module in network.named_modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, (Dropout, Jitter)):
             module.stream, module.site = streams, name
     return streams
 

@@ -27,6 +27,20 @@ class ExactDropout(Streams):
     ) -> Tensor:
         """See `Streams.draw`. Counter: (last dim // 4, sequence position, sample, head)."""
         key = philox.make_key("dropout", self.seed, site)
+        values = torch.stack(self._words(shape, key, layout, device), dim=-1).flatten(-2)
+        return self._own(values, shape, layout) < round(p * 2**32)
+
+    def uniform(
+        self, shape: torch.Size, *, site: str, layout: Layout, device: torch.device
+    ) -> Tensor:
+        """See `Streams.uniform`. The counter is that of `draw`."""
+        key = philox.make_key("noise", self.seed, site)
+        values = philox.uniform(self._words(shape, key, layout, device)).flatten(-2)
+        return self._own(values, shape, layout).to(torch.float32)
+
+    def _words(
+        self, shape: torch.Size, key: philox.Key, layout: Layout, device: torch.device
+    ) -> list[Tensor]:
         last, offset = shape[-1], self.mesh.tp.rank * shape[-1] if layout is Layout.FEATURES else 0
         group = torch.arange(offset // 4, (offset + last + 3) // 4, device=device)
         samples = shape[0] if layout is Layout.HEADS else shape[1]
@@ -44,9 +58,13 @@ class ExactDropout(Streams):
                 shape[0], self.sequence_parallel and layout is Layout.HIDDEN, device
             )
             counter = [group, sequence[:, None, None], sample[:, None], torch.zeros_like(group)]
-        values = torch.stack(philox.philox(counter, key), dim=-1).flatten(-2)
+        return philox.philox(counter, key)
+
+    def _own(self, values: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+        """Of whole groups of four, the local features."""
+        offset = self.mesh.tp.rank * shape[-1] if layout is Layout.FEATURES else 0
         begin = offset - offset // 4 * 4
-        return values[..., begin : begin + last] < round(p * 2**32)
+        return values[..., begin : begin + shape[-1]]
 
     def _sequence(self, local: int, split: bool, device: torch.device) -> Tensor:
         """Global sequence positions of the `local` rows of an activation: (local,)."""

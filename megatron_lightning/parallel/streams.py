@@ -109,6 +109,12 @@ class Streams(ABC):
         """
 
     @abstractmethod
+    def uniform(
+        self, shape: torch.Size, *, site: str, layout: Layout, device: torch.device
+    ) -> Tensor:
+        """Float32 numbers of (0, 1) of the local activation's shape (noise instead of a mask)."""
+
+    @abstractmethod
     def as_default(self, layout: Layout, device: torch.device) -> AbstractContextManager[None]:
         """Let torch's default generator be the stream for `layout` meanwhile (fused kernels draw
         from it).
@@ -202,6 +208,12 @@ class DropoutStreams(Streams):
         """See `Streams.draw`."""
         mask = torch.empty(shape, dtype=torch.bool, device=device)
         return mask.bernoulli_(p, generator=self._generator(layout))
+
+    def uniform(
+        self, shape: torch.Size, *, site: str, layout: Layout, device: torch.device
+    ) -> Tensor:
+        """See `Streams.uniform`."""
+        return torch.rand(shape, generator=self._generator(layout), device=device)
 
     @contextmanager
     def as_default(self, layout: Layout, device: torch.device) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
-from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.dropout import Dropout, Jitter
 from megatron_lightning.layers.staged import LayerGroups, StagedNetwork
 from megatron_lightning.parallel.offload import Offloaded
 from megatron_lightning.parallel.recompute import (
@@ -63,7 +63,8 @@ def apply_recompute(
 
 def _drops(network: nn.Module) -> bool:
     """Whether any mask is drawn from the streams."""
-    return any(isinstance(module, Dropout) and module.p > 0 for module in network.modules())
+    modules = network.modules()
+    return any(isinstance(module, (Dropout, Jitter)) and module.draws for module in modules)
 
 
 def _recomputed_modules(

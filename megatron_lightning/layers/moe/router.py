@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.dropout import Jitter
 from megatron_lightning.layers.moe.balance import (
     AuxiliaryWeight,
     attach_loss,
@@ -71,6 +72,7 @@ class Router(nn.Module):
             self.register_buffer(name, buffer)
         if device != "meta":
             self.reset_buffers()
+        self.jitter = Jitter(config.moe.input_jitter)
         self.tokens_axis = MeshAxis(name="tp_cp")
         self.weight_of_losses = AuxiliaryWeight()
         self._statistics: RouterStatistics | None = None
@@ -128,7 +130,8 @@ class Router(nn.Module):
         """(S, B, H) -> (T, E) in the router's dtype."""
         dtype = _DTYPES[self.config.router_dtype]
         bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(hidden.flatten(0, 1).to(dtype), self.weight.to(dtype), bias)
+        seen = self.jitter(hidden.to(dtype))
+        return F.linear(seen.flatten(0, 1), self.weight.to(dtype), bias)
 
     @torch.no_grad()
     def selection(self, logits: Tensor) -> Tensor:
