@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_lightning.config import GPTConfig, MoEConfig, RotaryConfig
+from megatron_lightning.config import (
+    GPTConfig,
+    MoEConfig,
+    MultiTokenPredictionConfig,
+    RotaryConfig,
+)
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "mcore"
 NAMES = ("gpt_absolute", "gpt_rope_swiglu")
@@ -33,8 +38,8 @@ class Case:
     """float32 (steps, micro-batches, B, S)."""
     logits: Tensor
     """Of the first micro-batch with the initial weights: (B, S, V)."""
-    token_losses: Tensor
-    """Of the first micro-batch with the initial weights: (B, S)."""
+    token_losses: Tensor | None
+    """Of the first micro-batch with the initial weights: (B, S); not with further predictions."""
     gradients: dict[str, Tensor]
     """Of the first step before clipping, for the parameters that are recorded."""
     optimizer: dict[str, Any]
@@ -57,7 +62,7 @@ def load_case(name: str, folder: Path = FOLDER) -> Case:
         labels=batches["labels"].long(),
         loss_mask=batches["loss_mask"].float(),
         logits=batches["logits"],
-        token_losses=batches["token_losses"],
+        token_losses=batches.get("token_losses"),
         gradients=stacked(
             {k: our_tensor(config, k, torch.from_numpy(v)) for k, v in gradients.items()}
         ),
@@ -77,6 +82,15 @@ def moe_config(theirs: dict[str, Any]) -> MoEConfig | None:
         load_balancing=theirs["moe_router_load_balancing_type"],
         aux_loss_coeff=theirs["moe_aux_loss_coeff"],
         z_loss_coeff=theirs["moe_z_loss_coeff"],
+    )
+
+
+def prediction_config(theirs: dict[str, Any]) -> MultiTokenPredictionConfig | None:
+    """Our further predictions of a case's TransformerConfig."""
+    if not theirs.get("mtp_num_layers"):
+        return None
+    return MultiTokenPredictionConfig(
+        num_layers=theirs["mtp_num_layers"], loss_scaling_factor=theirs["mtp_loss_scaling_factor"]
     )
 
 
@@ -103,6 +117,7 @@ def model_config(raw: dict[str, Any]) -> GPTConfig:
         rotary=RotaryConfig(base=float(model.get("rotary_base", 10000))),
         tie_word_embeddings=model["share_embeddings_and_output_weights"],
         moe=moe_config(theirs),
+        multi_token_prediction=prediction_config(theirs),
     )
 
 

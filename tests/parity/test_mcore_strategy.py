@@ -91,7 +91,7 @@ def replay(
     )
     trainer.fit(model, RecordedBatches(case))
     seen = {"loss": recorder.losses, "grad_norm": recorder.norms, "lr": recorder.rates}
-    return seen | {"gradients": recorder.gradients}
+    return seen | {"gradients": recorder.gradients, "logged": recorder.logged}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
