@@ -4,16 +4,18 @@ optimizer state are spread over the data axis (ZeRO stages 2 and 3, arXiv 1910.0
 It gets plain tensors, already cut by tensor and pipeline parallelism, and a device mesh of the data
 axis alone. Every layer is a unit that is gathered for its forward and backward; what is outside of
 the layers (embedding, final norm, head) is gathered for a whole pass. Gradients are summed, never
-averaged: a window's weight divides them, as everywhere else. Expert parameters, which lie on
-another axis, are not handled.
+averaged: a window's weight divides them, as everywhere else. Experts are units of their own within
+a layer, over the data axis of the expert view.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -36,17 +38,23 @@ def is_sharded_over(mesh: ParallelMesh) -> bool:
     return mesh.axis("dp_shard").size > 1
 
 
-def data_mesh(mesh: ParallelMesh) -> DeviceMesh:
-    """Return the mesh that parameters are sharded over: (dp_shard,), or (dp_replica, dp_shard)."""
-    shard, replica = mesh.axis("dp_shard"), mesh.axis("dp_replica")
+def data_mesh(mesh: ParallelMesh, axis: Literal["dp", "edp"] = "dp") -> DeviceMesh:
+    """Return the mesh that parameters (edp: of experts) are sharded over: its shard axis, or
+    replicas x shards.
+    """
+    shard, replica = mesh.axis(f"{axis}_shard"), mesh.axis(f"{axis}_replica")
     kind = mesh.device.type
+    group: Any = shard.group
+    if group is None:  # experts of which no other rank has a copy are one shard
+        group = dist.new_group([mesh.rank], use_local_synchronization=True)
     if replica.size == 1:
-        return DeviceMesh.from_group(shard.group, kind, mesh_dim_names=("dp_shard",))
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=(shard.name,))
+    ranks = mesh.dp_cp.ranks if axis == "dp" else mesh.axis("edp").ranks
     return DeviceMesh.from_group(
-        [replica.group, shard.group],
+        [replica.group, group],
         kind,
-        mesh=torch.tensor(mesh.dp_cp.ranks).view(replica.size, shard.size),
-        mesh_dim_names=("dp_replica", "dp_shard"),
+        mesh=torch.tensor(ranks).view(replica.size, shard.size),
+        mesh_dim_names=(replica.name, shard.name),
     )
 
 
@@ -55,6 +63,8 @@ class ShardOptions:
     """How modules are sharded."""
 
     mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None
+    """Of experts; None: there are none, or they lie as all other parameters do."""
     reshard_after_forward: bool = True
     """False: keep a layer gathered from its forward to its backward (ZeRO-2)."""
     compute_dtype: torch.dtype | None = None
@@ -85,19 +95,42 @@ class ShardOptions:
 
 
 def shard_network(
-    network: nn.Module, layers: Sequence[tuple[str, nn.Module]], options: ShardOptions, fill: Fill
+    network: nn.Module,
+    layers: Sequence[tuple[str, nn.Module]],
+    options: ShardOptions,
+    fill: Fill,
+    experts: Sequence[str] = (),
 ) -> FSDPModule:
     """Fill and shard `layers` (path below the network, module) one by one, then the rest.
 
-    No more than one layer is ever there as a whole. Returns the network, whose forward gathers what
-    is outside of the layers.
+    No more than one layer is ever there as a whole. `experts` are paths of modules in the layers
+    that are units over the mesh of experts. Returns the network, whose forward gathers what is
+    outside of the layers.
     """
     for path, layer in layers:
         fill(layer, path)
+        for unit in experts if options.expert_mesh is not None else ():
+            if unit.startswith(f"{path}."):
+                own = replace(options, mesh=options.expert_mesh)
+                again = options.reshard_after_forward
+                _shard(network.get_submodule(unit), own, reshard_after_forward=again)
         if any(True for _ in layer.parameters()):
             _shard(layer, options, reshard_after_forward=options.reshard_after_forward)
     fill(network, "")
     return _shard(network, options, reshard_after_forward=False)
+
+
+def expert_units(network: nn.Module, experts: Collection[str], path: str = "") -> list[str]:
+    """Paths of the outermost modules that have a forward and hold nothing but parameters of the
+    names `experts`.
+    """
+    names = {f"{path}.{name}" if path else name for name, _ in network.named_parameters()}
+    if names and names <= set(experts) and _has_forward(network):
+        return [path]
+    found: list[str] = []
+    for name, child in network.named_children():
+        found += expert_units(child, experts, f"{path}.{name}" if path else name)
+    return found
 
 
 def _shard(module: nn.Module, options: ShardOptions, *, reshard_after_forward: bool) -> FSDPModule:

@@ -26,7 +26,12 @@ from megatron_lightning.layers.given import expect_values
 from megatron_lightning.layers.moe.remote import apply_expert_parallel
 from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.context import apply_context_parallel
-from megatron_lightning.parallel.fsdp import ShardOptions, shard_children, shard_network
+from megatron_lightning.parallel.fsdp import (
+    ShardOptions,
+    expert_units,
+    shard_children,
+    shard_network,
+)
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
@@ -116,7 +121,9 @@ def parallelize(
         if shards is None:
             fill(chunk, "")
         else:
-            roots.append((shard_network(chunk, layers_of(chunk, target.plan), shards, fill),))
+            names = [n.removeprefix(f"{target.attribute}.") for n, r in rows.items() if r.expert]
+            layers, units = layers_of(chunk, target.plan), expert_units(chunk, names)
+            roots.append((shard_network(chunk, layers, shards, fill, units),))
         table |= {
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }

@@ -37,6 +37,7 @@ def shard_options(
         return None
     return ShardOptions(
         mesh=data_mesh(mesh),
+        expert_mesh=data_mesh(mesh, "edp") if config.folds_experts else None,
         reshard_after_forward=config.data_parallel.reshard_after_forward,
         compute_dtype=params_dtype,
         storage_dtype=main_params_dtype,

@@ -76,6 +76,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         ),
     ),
     "ep2_zero1": (4, dict(expert_parallel_size=2, data_parallel=data(sharding="optimizer"))),
+    "ep4_fsdp": (4, dict(expert_parallel_size=4, data_parallel=data(sharding="fsdp"))),
+    "ep2_hsdp": (
+        4,
+        dict(expert_parallel_size=2, data_parallel=data(sharding="fsdp", replicas=2)),
+    ),
     "ep2_fsdp": (4, dict(expert_parallel_size=2, data_parallel=data(sharding="fsdp"))),
 }
 
