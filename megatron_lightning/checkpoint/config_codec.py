@@ -2,9 +2,11 @@
 
 from megatron_lightning.checkpoint.codec import Codec
 from megatron_lightning.config.checkpoint import CheckpointConfig
+from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.lora import LoraConfig
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
@@ -22,9 +24,11 @@ CODEC = Codec(
         CheckpointConfig,
         ClampConfig,
         DataParallelConfig,
+        ExpertConfig,
         GPTConfig,
         LoraConfig,
         LatentAttentionConfig,
+        MoEConfig,
         MultiTokenPredictionConfig,
         OptimizerConfig,
         ParallelConfig,
