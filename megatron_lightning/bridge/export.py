@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,18 @@ from megatron_lightning.bridge.card import Facts, facts_of_trainer, model_card
 from megatron_lightning.bridge.family import TOKEN_FIELDS, Family, difference
 from megatron_lightning.bridge.hf import family_named, family_of
 from megatron_lightning.bridge.mapping import TensorMap, apply_rules
+from megatron_lightning.bridge.merge import factors_of_rank, merged
 from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES, plan_files
 from megatron_lightning.bridge.progress import Bar
 from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import DTYPES
 from megatron_lightning.bridge.source_config import SourceConfig
 from megatron_lightning.bridge.verify import verify_logits, verify_tensors
-from megatron_lightning.bridge.writing import Export, Held, begin_folder
+from megatron_lightning.bridge.writing import Export, Held, Shares, begin_folder
 from megatron_lightning.checkpoint import Box, BoxedTensor
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.checkpoint.sharing import shares
+from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.models import MegatronModule
 from megatron_lightning.runtime.boxes import box_of
@@ -57,6 +60,10 @@ class ExportOptions:
     """What the model card says of the training."""
     replace: bool = False
     """Whether a folder that is there gives way to the new one."""
+
+    def with_facts(self, facts: Facts) -> ExportOptions:
+        """The same with these facts in the model card, beneath those given."""
+        return replace(self, facts={**facts, **self.facts})
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def to_hf(
     tokenizer: str | Path | None = None,
     verify: bool = False,
     push_to_hub: str | None = None,
+    merge_adapters: bool | None = None,
 ) -> None:
     """Write the module's weights, config.json, tokenizer files and a model card to the new folder
     `path`.
@@ -101,11 +109,13 @@ def to_hf(
     larger. `tokenizer`: folder whose tokenizer files are copied; by default that of the source.
     `verify`: read all tensors back, and compare logits with transformers' where it is installed,
     before the folder gets its name. `push_to_hub`: id of a repository to upload it to.
+    `merge_adapters`: of a module with adapters, whether they are added to the weights (True) or
+    left out (False); None refuses it.
 
     ValueError when no architecture is this network, or `path` holds something already;
     CheckpointError when what was written differs. On several ranks a CheckpointError on all.
     """
-    held, together = held_boxes(module)
+    held, together = held_for_export(module, merge_adapters)
     options = ExportOptions(
         dtype=dtype,
         architecture=architecture,
@@ -143,14 +153,23 @@ def export(
 
 
 def begin_export(
-    module: MegatronModule, held: Held, path: Path, options: ExportOptions, ranks: RankGroup
+    module: MegatronModule,
+    held: Held,
+    path: Path,
+    options: ExportOptions,
+    ranks: RankGroup,
+    *,
+    mine: Shares | None = None,
 ) -> Export:
-    """Make all files with their sizes and headers, and write what is small; on all ranks."""
+    """Make all files with their sizes and headers, and write what is small; on all ranks. `mine`:
+    what `held.share` gave before in this layout.
+    """
     record = record_of(module)
     family, fields = target_of(module, options.architecture)
     prefix = f"{module.network_attribute}."
     shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
-    table = apply_rules(family.rules(module.config), shapes)
+    shapes = {n: shape for n, shape in shapes.items() if not is_adapter(n)}
+    table = apply_rules(family.rules(_config_of(module)), shapes)
     dtypes = _dtypes(table, held, record, options.dtype, ranks)
     bare = record is not None and record.bare and family.model_type == record.config["model_type"]
     names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
@@ -166,17 +185,18 @@ def begin_export(
     source = options.tokenizer
     source = record.folder if source is None and record is not None else source
     fields = _with_dtype(fields, dtypes, options.dtype is not None)
-    partial = ranks.broadcast(
+    folder = ranks.broadcast(
         "beginning an export", lambda: begin_folder(path, replace=options.replace)
     )
     try:
-        files = plan_files(partial, entries, options.max_shard_bytes)
-        writing = Export(path=path, files=files, table=table, names=names, mine=held.share(ranks))
+        files = plan_files(folder, entries, options.max_shard_bytes)
+        mine = held.share(ranks) if mine is None else mine
+        writing = Export(path=path, files=files, table=table, names=names, mine=mine)
         ranks.broadcast("laying out files", files.create)
         ranks.broadcast("laying out files", lambda: writing.describe(fields, source, card))
     except BaseException:
         if ranks.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return writing
 
@@ -201,6 +221,14 @@ def held_boxes(module: MegatronModule) -> tuple[RankBoxes, bool]:
     return RankBoxes(boxes, dtypes), True
 
 
+def held_for_export(module: MegatronModule, merge_adapters: bool | None) -> tuple[Held, bool]:
+    """This rank's parts of what is exported, and whether other ranks have some; see `to_hf`."""
+    held, together = held_boxes(module)
+    model = _cut_model(module.trainer.strategy) if together else None
+    factors = partial(factors_of_rank, module, model, held.boxes)
+    return merged(module, held, merge_adapters, factors), together
+
+
 def _cut_model(strategy: Any) -> Any:
     """This rank's part of the model; None where no strategy of this package has cut it, as in the
     process that started the ranks.
@@ -219,13 +247,18 @@ def record_of(module: MegatronModule) -> SourceRecord | None:
     return None if record is None else SourceRecord.from_dict(record)
 
 
+def _config_of(module: MegatronModule) -> GPTConfig:
+    config = module.config
+    if not isinstance(config, GPTConfig):
+        raise ValueError(f"{type(module).__name__}: its config is no GPTConfig")
+    return config
+
+
 def target_of(
     module: MegatronModule, architecture: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
     """The architecture to write, and the fields of config.json. ValueError if there is none."""
-    config, record = module.config, record_of(module)
-    if not isinstance(config, GPTConfig):
-        raise ValueError(f"{type(module).__name__}: its config is no GPTConfig")
+    config, record = _config_of(module), record_of(module)
     came_as = None if record is None else record.config["model_type"]
     wanted = came_as if architecture is None else architecture
     if record is not None and wanted == came_as:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_lightning.bridge.adapter_names import joined_layers
 from megatron_lightning.bridge.folder import CONFIG, ModelFolder, named_as, open_folder
 from megatron_lightning.bridge.hf import family_named
 from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import DTYPES, StoredTensor
 from megatron_lightning.bridge.source_config import SourceConfig
 from megatron_lightning.bridge.weights import match_weights
+from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.models import GPTModel, MegatronModule
 
 M = TypeVar("M", bound=MegatronModule)
@@ -54,8 +57,10 @@ def from_hf(
     module = model_class(config, **arguments)  # type: ignore[call-arg] - a GPTModel or like it
     prefix = f"{module.network_attribute}."
     shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
+    shapes = {n: shape for n, shape in shapes.items() if not is_adapter(n)}
     module.initial_values = match_weights(family, config, shapes, tensors, str(folder.path))
-    module.source_record = _record(folder, values, tensors, bare).to_dict()
+    record = _record(folder, values, tensors, bare)
+    module.source_record = replace(record, joined=joined_layers(module, family)).to_dict()
     return module
 
 

@@ -5,7 +5,7 @@ memory, a box at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,6 @@ def export_checkpoint(
         wrong = sorted(set(tensors) ^ set(shapes)) or "their shapes"
         raise CheckpointError(f"{source}: its tensors are not those of its config: {wrong}")
     facts = facts_of_checkpoint(objects, load_metadata(source, codec=CODEC))
-    options = replace(options, facts={**facts, **options.facts})
+    options = options.with_facts(facts)
     export(module, StoredValues(tensors), Path(target), options, RankGroup(ALONE))
     return content

@@ -1,7 +1,16 @@
 """Callbacks that know the strategy of this package. All are optional."""
 
+from megatron_lightning.callbacks.hf_export import HFExport
 from megatron_lightning.callbacks.ledger import TokenCounts, TokenLedger
 from megatron_lightning.callbacks.sanity import Finding, SanityChecks, SanityError
 from megatron_lightning.callbacks.timeline import StepTimeline
 
-__all__ = ["Finding", "SanityChecks", "SanityError", "StepTimeline", "TokenCounts", "TokenLedger"]
+__all__ = [
+    "Finding",
+    "HFExport",
+    "SanityChecks",
+    "SanityError",
+    "StepTimeline",
+    "TokenCounts",
+    "TokenLedger",
+]
