@@ -47,11 +47,12 @@ def activation_of(config: GPTConfig) -> Callable[[Tensor], Tensor]:
     if not config.gated_linear_unit:
         return ACTIVATIONS[config.activation]
     if config.activation == "silu":
-        return _silu_gated
+        return silu_gated
     return partial(_gated, activation=ACTIVATIONS[config.activation])
 
 
-def _silu_gated(inner: Tensor) -> Tensor:
+def silu_gated(inner: Tensor) -> Tensor:
+    """(..., 2, F), gate first -> (..., F)."""
     return gated_silu(inner)  # an operation's object can't be copied with the network
 
 

@@ -35,7 +35,8 @@ import megatron_lightning as package
 
 names = [m.name for m in pkgutil.walk_packages(package.__path__, "megatron_lightning.")]
 for name in names:
-    if not name.endswith(("__main__", "kernels.cross_entropy", "kernels.gated_silu")):
+    kernel = ".layers.kernels." in name and not name.endswith(".available")
+    if not name.endswith("__main__") and not kernel:
         importlib.import_module(name)
 for name in package.__all__:
     getattr(package, name)

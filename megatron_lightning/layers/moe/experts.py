@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
-from megatron_lightning.layers.mlp import activation_of
+from megatron_lightning.layers.gated_silu import weighted_gated_silu
+from megatron_lightning.layers.mlp import activation_of, silu_gated
 from megatron_lightning.parallel.random import Constant, Initial, Normal
 
 _ALIGNMENT_BYTES = 16
@@ -133,8 +134,12 @@ class GroupedExperts(nn.Module):
         """
         inner = self.linear_fc1(tokens, counts)  # (R, F) or gated (R, 2, F)
         bias = self.linear_fc1.bias_rows(len(tokens), counts)
-        inner = self.activation(inner if bias is None else inner + bias)  # (R, F)
+        inner = inner if bias is None else inner + bias
         weight = probs.unsqueeze(-1)
-        output = self.linear_fc2((inner * weight).to(inner.dtype), counts)
+        if self.activation is silu_gated:
+            inner = weighted_gated_silu(inner, probs)  # (R, F)
+        else:
+            inner = (self.activation(inner) * weight).to(inner.dtype)
+        output = self.linear_fc2(inner, counts)
         bias = self.linear_fc2.bias_rows(len(tokens), counts)
         return output if bias is None else output + (bias * weight).to(output.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.layers import kernels
 from megatron_lightning.layers.moe.routing import Routing
 
 
@@ -100,6 +101,10 @@ def _to_rows(hidden: Tensor, order: Order) -> Tensor:
 
 
 def _to_tokens(rows: Tensor, order: Order) -> Tensor:
+    if kernels.can_run(rows):
+        from megatron_lightning.layers.kernels import row_sums
+
+        return row_sums.sum_rows(rows.contiguous(), order.row_of_slot, order.dropped)
     picked = rows.index_select(0, order.row_of_slot.flatten())  # (T * K, H)
     picked = picked.unflatten(0, order.row_of_slot.shape)
     if order.dropped is not None:

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lightning.layers import kernels, loss
-from megatron_lightning.layers.gated_silu import gated_silu
+from megatron_lightning.layers.gated_silu import gated_silu, weighted_gated_silu
 from megatron_lightning.layers.loss import vocabulary_cross_entropy
+from megatron_lightning.layers.moe.permute import permute, sort_by_expert, unpermute
+from megatron_lightning.layers.moe.routing import Routing
 from megatron_lightning.parallel.mesh import MeshAxis
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -44,6 +46,52 @@ def test_gated_silu(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     assert got.dtype is dtype
     assert error(got, want) < LIMITS[dtype]
     assert error(inner.grad, oracle.grad) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("shape", [(7, 2, 300), (3, 2, 2048), (5, 2, 1), (0, 2, 8)])
+def test_weighted_gated_silu(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    skip_without(device)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(shape, generator=generator, dtype=torch.float64)
+    grad = torch.randn((shape[0], shape[-1]), generator=generator, dtype=torch.float64)
+    weights = torch.rand(shape[0], generator=generator, dtype=torch.float64)
+    in_float = torch.promote_types(dtype, torch.float32)  # as a router's probabilities
+    inner, oracle = (x.to(device, dtype).requires_grad_() for x in (wide, wide))
+    given, own = (x.to(device, in_float).requires_grad_() for x in (weights, weights))
+    gate, up = oracle.double().unbind(-2)
+    want = own.double().unsqueeze(1) * (F.silu(gate) * up)
+    want.backward(grad.to(device, dtype).double())
+    got = weighted_gated_silu(inner, given)
+    got.backward(grad.to(device, dtype))
+    assert got.dtype is dtype
+    assert given.grad.dtype is in_float
+    if shape[0]:
+        assert error(got, want) < LIMITS[dtype]
+        assert error(inner.grad, oracle.grad) < LIMITS[dtype]
+        assert error(given.grad, own.grad) < LIMITS[in_float]  # summed in the wider dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_dropped", [False, True])
+def test_rows_of_tokens(device: str, dtype: torch.dtype, with_dropped: bool) -> None:
+    """Permute and unpermute are each other's transposes, and sums skip what was dropped."""
+    skip_without(device)
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(40, 6, generator=generator).argsort(1)[:, :3].to(device)
+    dropped = torch.rand(40, 3, generator=generator).lt(0.3).to(device) if with_dropped else None
+    routing = Routing(probs=torch.ones(40, 3, device=device), experts=experts, dropped=dropped)
+    order = sort_by_expert(routing, 6)
+    hidden = torch.randn(40, 1030, generator=generator).to(device, dtype)
+    rows = permute(hidden, order).contiguous()
+    if order.empty is not None:
+        rows = rows.masked_fill(order.empty.unsqueeze(1), float("nan"))  # must not be read
+    kept = torch.full((40,), 3, device=device) if dropped is None else (~dropped).sum(1)
+    want = hidden.double() * kept.unsqueeze(1)
+    assert error(unpermute(rows, order), want) < LIMITS[dtype]
+    assert torch.equal(unpermute(rows, order), unpermute(rows, order))
 
 
 def test_gated_silu_keeps_only_its_input() -> None:
@@ -98,7 +146,7 @@ def test_cross_entropy_on_cuda(
 INTERPRETED = """
 import torch
 from megatron_lightning.layers import loss
-from megatron_lightning.layers.kernels import cross_entropy, gated_silu
+from megatron_lightning.layers.kernels import cross_entropy, gated_silu, row_sums, weighted_silu
 
 torch.manual_seed(0)
 logits = torch.randn(7, 5000) * 3
@@ -120,6 +168,19 @@ wanted = torch.nn.functional.silu(inner[:, 0]) * inner[:, 1]
 wanted.backward(grad)
 torch.testing.assert_close(gated_silu.forward(inner.detach()), wanted.detach())
 torch.testing.assert_close(gated_silu.backward(grad, inner.detach()), inner.grad)
+weights = torch.rand(3, requires_grad=True)
+inner.grad = None
+wanted = weights[:, None] * torch.nn.functional.silu(inner[:, 0]) * inner[:, 1]
+wanted.backward(grad)
+got = weighted_silu.forward(inner.detach(), weights.detach())
+torch.testing.assert_close(got, wanted.detach())
+got = weighted_silu.backward(grad, inner.detach(), weights.detach())
+torch.testing.assert_close(got, (inner.grad, weights.grad), rtol=1e-4, atol=1e-4)
+rows, places = torch.randn(8, 1500), torch.randint(0, 8, (5, 3))
+torch.testing.assert_close(row_sums.sum_rows(rows, places, None), rows[places].sum(1))
+dropped = torch.rand(5, 3) < 0.4
+wanted = (rows[places] * ~dropped[..., None]).sum(1)
+torch.testing.assert_close(row_sums.sum_rows(rows, places, dropped), wanted)
 """
 
 
