@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class RecordedBatches(L.LightningDataModule):
-    """The case's micro-batches, joined to one batch a step."""
+    """The case's micro-batches, joined to one batch a step and dealt to the data ranks."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -48,7 +48,11 @@ class RecordedBatches(L.LightningDataModule):
                 "labels": self.case.labels,
                 "loss_mask": self.case.loss_mask,
             }
-            yield {name: values[step].flatten(0, 1) for name, values in fields.items()}
+            place = self.trainer.strategy.distributed_sampler_kwargs  # type: ignore[union-attr]
+            yield {
+                name: values[step].flatten(0, 1).chunk(place["num_replicas"])[place["rank"]]
+                for name, values in fields.items()
+            }
 
 
 def replay(
