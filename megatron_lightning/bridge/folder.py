@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.bridge.quantised import SourceTensor
 from megatron_lightning.bridge.safetensors_files import StoredTensor, read_header
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -113,8 +114,8 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def named_as(
-    tensors: Mapping[str, StoredTensor], *, prefix: str, head: str, ignored: tuple[str, ...]
-) -> tuple[dict[str, StoredTensor], bool]:
+    tensors: Mapping[str, SourceTensor], *, prefix: str, head: str, ignored: tuple[str, ...]
+) -> tuple[dict[str, SourceTensor], bool]:
     """Tensors by the names of the model with its head, and whether the file has those of the bare
     model (without `prefix`). Tensors that match a glob of `ignored` are left out.
     """

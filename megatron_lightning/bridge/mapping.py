@@ -14,6 +14,7 @@ Forms can be put into each other: `Transposed(Fused(PackedQKV(config)))` is GPT-
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,9 @@ class Piece:
     dims: tuple[int | None, ...]
     """For each dim here the dim there that it is; None for a dim of size 1 that isn't there. Every
     dim there is named once."""
+    view: Shape | None = None
+    """Shape in which the tensor there is seen by `theirs` and `dims`, some of its dims being taken
+    apart; None: its own."""
 
     def cut(self, box: Box) -> Piece | None:
         """The part of this piece in `box`, a box of our tensor; None where they don't meet."""
@@ -91,22 +95,53 @@ class Same(Form):
 
 @dataclass(frozen=True)
 class Stacked(Form):
-    """Several equal tensors there are the entries of dim 0 here: (F, ...) each, (count, F, ...)."""
+    """The entries of dim 0 here, (count, F, ...), are tensors of their own there, (F, ...) each; or
+    what `inner` makes of them, the tensors of one entry after those of the other.
+    """
 
     count: int = 2
+    inner: Form = Same()  # noqa: RUF009 - frozen
 
     def shapes(self, ours: Shape) -> list[Shape]:
-        """Our shape without dim 0, for each."""
-        return [ours[1:]] * self.count
+        """Those of one entry, for each."""
+        return self.inner.shapes(ours[1:]) * self.count
 
     def pieces(self, ours: Shape) -> list[Piece]:
-        """One for each tensor."""
-        inner, zeros = ours[1:], (0,) * (len(ours) - 1)
-        dims = (None, *range(len(inner)))
+        """Those of every entry."""
+        tensors = len(self.inner.shapes(ours[1:]))
+        pieces = self.inner.pieces(ours[1:])
         return [
-            Piece(Box((i, *zeros), (1, *inner)), i, Box.whole(inner), dims)
+            replace(
+                piece,
+                ours=Box((i, *piece.ours.offsets), (1, *piece.ours.sizes)),
+                source=i * tensors + piece.source,
+                dims=(None, *piece.dims),
+            )
             for i in range(self.count)
+            for piece in pieces
         ]
+
+
+@dataclass(frozen=True)
+class Rearranged(Form):
+    """One tensor there with the dims of ours in another order, some of them joined into one.
+
+    `there` names for each dim there the dims here that it consists of, the outer first:
+    ((0,), (3,), (2, 1)) are experts [E, 2, F, H] as [E, H, 2F] with gate and up in turns.
+    """
+
+    there: tuple[tuple[int, ...], ...]
+
+    def shapes(self, ours: Shape) -> list[Shape]:
+        """One, with products of our sizes."""
+        return [tuple(math.prod(ours[dim] for dim in joined) for joined in self.there)]
+
+    def pieces(self, ours: Shape) -> list[Piece]:
+        """One, of the tensor with its dims taken apart."""
+        order = [dim for joined in self.there for dim in joined]
+        view = tuple(ours[dim] for dim in order)
+        dims = tuple(order.index(dim) for dim in range(len(ours)))
+        return [Piece(Box.whole(ours), 0, Box.whole(view), dims, view)]
 
 
 @dataclass(frozen=True)
@@ -185,6 +220,7 @@ class Transposed(Form):
 
 
 def _reversed(piece: Piece) -> Piece:
+    assert piece.view is None, "dims that are taken apart have an order of their own"
     theirs, last = piece.theirs, len(piece.theirs.sizes) - 1
     dims = tuple(None if there is None else last - there for there in piece.dims)
     return replace(piece, theirs=Box(theirs.offsets[::-1], theirs.sizes[::-1]), dims=dims)

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +57,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     """Position of the first byte in the file."""
+
+    def seen_as(self, view: tuple[int, ...] | None) -> StoredTensor:
+        """The same bytes as a tensor of another shape; None: of its own."""
+        return self if view is None else replace(self, shape=view)
+
+    def read(self, reader: FileReader, box: Box, target: Tensor) -> None:
+        """Fill `target` with a box of it."""
+        reader.read(self, box, target)
 
     @property
     def num_bytes(self) -> int:

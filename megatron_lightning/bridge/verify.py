@@ -42,7 +42,7 @@ def verify_tensors(export: Export, held: Held, bar: Bar | None = None) -> None:
             for box in (part for whole in share for part in _parts(whole)):
                 values = held.values(ours, box)
                 for piece in (part for p in entry.pieces if (part := p.cut(box)) is not None):
-                    stored = source.tensors[entry.names[piece.source]]
+                    stored = source.tensors[entry.names[piece.source]].seen_as(piece.view)
                     found = torch.empty(piece.theirs.sizes, dtype=stored.dtype)
                     source.reader.read(stored, piece.theirs, found)
                     wanted = values[piece.ours.shift(box.offsets, sign=-1).slices()]

@@ -96,7 +96,8 @@ class Export:
                 stored = self.files.tensors[self.names[entry.names[piece.source]]]
                 inside = values[piece.ours.shift(box.offsets, sign=-1).slices()]
                 descriptor = descriptor_of(stored.file)
-                write_box(descriptor, stored, piece.theirs, piece.to_theirs(inside))
+                seen = stored.seen_as(piece.view)
+                write_box(descriptor, seen, piece.theirs, piece.to_theirs(inside))
                 if bar is not None:
                     bar.update(piece.ours.numel * stored.dtype.itemsize)
 
