@@ -1,8 +1,9 @@
 """How fast is a training step through the whole stack: Trainer, MegatronStrategy, GPTModel?
 
 Shapes as in the published Megatron-Core comparisons: (a) dense 1.1B, (b) 8 layers of Llama-3-8B's
-width. Random tokens, bf16-mixed (bfloat16 weights, float32 main gradients and masters, AdamW), clip
-1.0, no recompute. Prints one JSON line a configuration:
+width, (c) 8 layers of Qwen3-30B-A3B's (128 experts, of which each token passes 8). Random tokens,
+bf16-mixed (bfloat16 weights, float32 main gradients and masters, AdamW), clip 1.0, no recompute.
+Prints one JSON line a configuration:
 
     python benchmarks/train_step.py --shapes a b --compile --out results.json
 
@@ -17,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_lightning.config import GPTConfig, RuntimeConfig
+from megatron_lightning.config import GPTConfig, MoEConfig, RotaryConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.runtime.kernel_times import union
@@ -53,6 +55,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         seq=8192,
         micro=1,
         accumulate=2,
+    ),
+    "c": dict(
+        layers=8,
+        hidden=2048,
+        ffn=6144,
+        heads=32,
+        groups=4,
+        head_dim=128,
+        vocab=151936,
+        seq=4096,
+        micro=2,
+        accumulate=2,
+        qk_layernorm=True,
+        rope=1e6,
+        experts=MoEConfig(
+            num_experts=128,
+            router_topk=8,
+            ffn_hidden_size=768,
+            aux_loss_coeff=1e-3,
+        ),
     ),
 }
 
@@ -145,6 +167,14 @@ class Clock(L.Callback):
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
 
+def experts_of(shape: dict[str, Any], forced: bool) -> MoEConfig | None:
+    """The shape's experts; `forced`: all equally busy, whatever the router says."""
+    experts: MoEConfig | None = shape.get("experts")
+    if experts is None or not forced:
+        return experts
+    return replace(experts, load_balancing="forced", aux_loss_coeff=0.0)
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train `--warm` + `--steps` steps of one shape."""
     shape = SHAPES[name]
@@ -155,6 +185,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         ffn_hidden_size=shape["ffn"],
         num_attention_heads=shape["heads"],
         num_query_groups=shape["groups"],
+        head_dim=shape.get("head_dim", 0),
+        qk_layernorm=shape.get("qk_layernorm", False),
+        rotary=RotaryConfig(base=shape.get("rope", 500000.0)),
+        moe=experts_of(shape, args.forced),
         max_position_embeddings=shape["seq"],
     )
     torch.cuda.reset_peak_memory_stats()
@@ -164,6 +198,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         strategy=MegatronStrategy(
             tensor_parallel_size=args.tp,
             pipeline_parallel_size=args.pp,
+            expert_parallel_size=args.ep,
             sequence_parallel=args.tp > 1,
             runtime=RuntimeConfig(compile_layers=args.compile),
         ),
@@ -193,6 +228,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "devices": args.devices,
         "tp": args.tp,
         "pp": args.pp,
+        "ep": args.ep,
+        "forced": args.forced,
         "dp": dp,
         "tokens_per_second_per_gpu": round(rate),
         "step_ms": round(1e3 * step, 1),
@@ -214,6 +251,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--forced", action="store_true", help="(c): all experts equally busy")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--profile", action="store_true", help="a table of the kernels of one step")
