@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.plain_layers import Border, bordered_linear
+from megatron_lightning.parallel.quantized import QuantizedProducts
 from megatron_lightning.parallel.random import Constant, Initial
 
 
@@ -33,6 +34,8 @@ class Linear(nn.Module):
     """Set when the schedule splits backwards: may put off the weight's gradient."""
     sums_weight_gradient: bool = False
     """True when the weight's gradient goes to its main gradient (`parallel/main_gradient.py`)."""
+    quantized: QuantizedProducts | None = None
+    """Set where the layer's products run in low precision."""
     adapters: nn.Module | None
     """Low-rank adapters beside the layer, see `layers/lora.py`: (input, output) -> output."""
 
@@ -64,7 +67,10 @@ class Linear(nn.Module):
         bias = None if self.bias is None else self.bias.view(-1)
         inner_bias = None if self.sums_output else bias
         sums = self.sums_weight_gradient
-        y = bordered_linear(x, weight, inner_bias, self.before, self.weight_sink, sums=sums)
+        if self.quantized is not None:
+            y = self.quantized(x, weight, inner_bias, self.before, sums=sums)
+        else:
+            y = bordered_linear(x, weight, inner_bias, self.before, self.weight_sink, sums=sums)
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if self.after is not None:
             y = self.after(y)

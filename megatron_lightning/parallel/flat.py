@@ -150,6 +150,12 @@ class Slot:
         add_product_(self.main_grad, grad, x, first=not self.filled)
         self.filled = self.summed = self.received = True
 
+    def add_gradient(self, grad: Tensor) -> None:
+        """Add a gradient, as a layer does in a backward pass: as many elements as the weight."""
+        self.check_open()
+        self.add(grad)
+        self.summed = self.received = True
+
     def check_open(self) -> None:
         """RuntimeError when the bucket's sum over replicas has begun."""
         if self.bucket.launched:

@@ -34,6 +34,10 @@ class MainGradient(Protocol):
         """Add grad^T x: (..., out), (..., in) -> (out, in)."""
         ...
 
+    def add_gradient(self, grad: Tensor) -> None:
+        """Add a gradient of as many elements as the weight, float32 if need be."""
+        ...
+
 
 _by_address: weakref.WeakValueDictionary[int, MainGradient] = weakref.WeakValueDictionary()
 

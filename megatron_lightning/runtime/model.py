@@ -17,6 +17,7 @@ from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.quantization import Quantization
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.expert_balance import ExpertBalance
@@ -57,6 +58,8 @@ class ParallelModel:
     """None when not training, or under manual optimization."""
     expert_balance: ExpertBalance | None = field(default=None, init=False)
     """The routers of this rank; None without any."""
+    quantization: Quantization | None = field(default=None, init=False)
+    """Linear layers in low precision; None without any."""
     weight_gradients: WeightGradients | None = field(default=None, init=False)
     """Weight gradients that wait, when the schedule splits backwards."""
 

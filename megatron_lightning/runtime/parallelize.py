@@ -35,6 +35,7 @@ from megatron_lightning.parallel.fsdp import (
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
+from megatron_lightning.parallel.quantization import apply_quantization, chosen_linears
 from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.streams import Streams
@@ -84,6 +85,11 @@ def parallelize(
     if not _on_meta(network):
         network.to(mesh.device)
         share_first_rank_values(network, mesh)
+    low_precision = (
+        frozenset(chosen_linears(network, target.plan, config.quantization))
+        if config.quantization is not None
+        else frozenset()
+    )
     pipelined = _cut_stages(module, network, target, mesh, config)
     chunks = [network] if pipelined is None else list(pipelined.chunks)
     tied = {
@@ -135,6 +141,20 @@ def parallelize(
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
     model.networks = tuple(chunks)
+    if config.quantization is not None:
+        model.quantization = apply_quantization(
+            chunks,
+            low_precision,
+            target.plan,
+            config.quantization,
+            mesh,
+            table=table,
+            streams=streams,
+            sequence_parallel=config.sequence_parallel,
+            keeps_weights=shards is None,
+            seed=seed,
+            prefix=f"{target.attribute}.",
+        )
     if shards is not None:
         enter_sharded(model, roots)
         if params_dtype is not None and params_dtype is not main_params_dtype:

@@ -104,6 +104,8 @@ class StepRunner:
         copy must share; None where a copy has one rank.
         """
         training = position is not None
+        if self._model.quantization is not None:
+            self._model.quantization.begin_run(training=training)
         actions = self.schedule(len(micro_batches), forward_only=not training)[self._mesh.pp.rank]
         share_buffers(self._buffers, self._mesh)
         recorder = LogRecorder(self._module, self._mesh.device, pipelined=self._mesh.pp.size > 1)

@@ -123,6 +123,8 @@ class ParameterUpdate:
         """
         buckets = self._model.buckets
         assert buckets is not None
+        if self._model.quantization is not None:
+            self._model.quantization.finish_window()
         buckets.finish(weight)
         if float(weight) == 0:
             buckets.withdraw()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 MODEL, MASTER, OPTIMIZER = "model.", "master.", "optimizer."
+QUANTIZATION = "quantization."
+"""Largest values of past steps, by layer (delayed scaling)."""
 GROUPS = "optimizer_param_groups"
 KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 """Options of a parameter group that belong to the device at hand, not to the training."""
@@ -115,7 +117,33 @@ def tensors_to_save(
     if with_optimizer:
         assert strategy.update is not None
         tensors |= _optimizer_tensors(strategy.update, materialise=False)
+        tensors |= _histories(strategy)
     return tensors
+
+
+def _histories(strategy: ModelStrategy) -> dict[str, Tensor]:
+    quantization = strategy.parallel_model.quantization
+    if quantization is None or quantization.delayed is None:
+        return {}
+    found = quantization.delayed.tensors()
+    return {f"{QUANTIZATION}{strategy.network_prefix}{n}": value for n, value in found.items()}
+
+
+def _load_histories(strategy: ModelStrategy, folder: Path) -> None:
+    """Largest values of past steps, where the checkpoint has them in this length."""
+    quantization = strategy.parallel_model.quantization
+    if quantization is None or quantization.delayed is None:
+        return
+    group = _readers_of(folder, strategy)
+    tensors = _histories(strategy)
+    report = store.load(folder, tensors, strict="none", scope=QUANTIZATION, process_group=group)
+    lacking = (*report.missing, *report.mismatched)
+    if lacking:
+        warn_once(
+            f"{folder}: no history of largest values (of amax_history_length) for"
+            f" {len(lacking)} layers, first {lacking[0]!r}; delayed scaling begins afresh there"
+        )
+    quantization.delayed.loaded()
 
 
 def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
@@ -128,6 +156,7 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     if strategy.optimizers and groups is not None:
         _load_hyper_parameters(strategy.optimizers, groups, folder)
         _load_optimizer(strategy, folder)
+        _load_histories(strategy, folder)
         strategy.generators.resume(
             folder, strategy.mesh.rank, strategy.mesh.world_size, strategy.root_device
         )

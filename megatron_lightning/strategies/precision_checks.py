@@ -17,6 +17,7 @@ def precision_problems(
     strategy: MeshStrategy, trainer: Trainer, module: LightningModule
 ) -> Iterator[str]:
     """Yield explained problems of the Trainer's precision; needs no process group."""
+    yield from _quantization(strategy)
     plugin = strategy.precision_plugin
     scales = isinstance(plugin, MegatronPrecision) and plugin.loss_scaler is not None
     if scales and not module.automatic_optimization:
@@ -24,4 +25,21 @@ def precision_problems(
             "automatic_optimization=False with precision='16-mixed': the loss is scaled, and steps"
             " are skipped, where the strategy runs them; use automatic optimization, or"
             " precision='bf16-mixed'"
+        )
+
+
+def _quantization(strategy: MeshStrategy) -> Iterator[str]:
+    config = strategy.config.quantization
+    if config is None or config.check():
+        return
+    if not config.simulate and strategy.root_device.type != "cuda":
+        yield (
+            f"quantization.recipe={config.recipe!r} with accelerator"
+            f" {strategy.root_device.type!r}: there are no FP8 products on it; set simulate=True,"
+            " which gives the recipe's numbers on any device"
+        )
+    if str(strategy.precision_plugin.precision) in ("64-true",):
+        yield (
+            "quantization with precision='64-true': its products are summed in float32; use"
+            " 'bf16-mixed', '16-mixed' or '32-true'"
         )

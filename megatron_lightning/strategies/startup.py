@@ -21,6 +21,7 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
 from megatron_lightning.parallel.context import check_context_parallel
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.quantization import quantization_problems
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems
@@ -158,6 +159,7 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             needs_plan = (
                 config.model_parallel_size * config.expert_parallel_size > 1
                 or config.recompute != RecomputeConfig()
+                or config.quantization is not None
             )
             return [_no_plan(module, config)] if needs_plan else []
         build = getattr(module, "build_network", None)
@@ -180,6 +182,9 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
         ]
         problems += check_context_parallel(network, config)
         problems += recompute_problems(network, target.plan, config.recompute)
+        problems += quantization_problems(
+            network, target.plan, config.quantization, config.tensor_parallel_size
+        )
         problems += outside_problems(module, network, target)
         stages = config.pipeline_parallel_size * config.pipeline.virtual_pipeline_size
         if stages > 1 or config.pipeline.layout is not None:
@@ -217,6 +222,8 @@ def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
     needs = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if config.recompute != RecomputeConfig():
         needs.append(str(config.recompute))
+    if config.quantization is not None:
+        needs.append(f"quantization.recipe={config.quantization.recipe!r}")
     return (
         f"{type(module).__name__} has no plan, which {' and '.join(needs)}"
         f" need{'s' if len(needs) == 1 else ''}; pass MegatronStrategy(plan=ParallelPlan(...))"
@@ -268,6 +275,7 @@ def claim(module: LightningModule, strategy: MeshStrategy) -> None:
     owner: MeshStrategy | None = vars(module).get(_OWNER)
     is_cut = owner is not None and (
         owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size > 1
+        or owner.config.expert_parallel_size > 1
         or owner.config.data_parallel.sharding == "fsdp"
     )
     if owner is not None and owner is not strategy and is_cut:

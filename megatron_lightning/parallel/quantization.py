@@ -1,0 +1,252 @@
+"""Give linear layers of a cut network their low precision, by `QuantizationConfig`.
+
+Linear layers within the plan's layers are meant, but those of the first and last layers and what is
+excluded by name. Nothing changes in names, shapes or values of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, Role
+from megatron_lightning.config.quantization import QuantizationConfig
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.philox import make_key, philox
+from megatron_lightning.parallel.plain_layers import adopt
+from megatron_lightning.parallel.quantized import (
+    QuantizedProducts,
+    TensorSplit,
+    WeightClock,
+    largest_over,
+)
+from megatron_lightning.parallel.rounding_noise import RoundingNoise
+from megatron_lightning.parallel.streams import Streams
+from megatron_lightning.precision.delayed import DelayedScaling
+from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe, device_problem
+from megatron_lightning.precision.operands import (
+    BlockRecipe,
+    MXFP8Recipe,
+    NVFP4Recipe,
+    Recipe,
+    RowRecipe,
+    TensorRecipe,
+)
+
+_REAL_MULTIPLE = 16
+_SPLITS: dict[Role, TensorSplit] = {Role.COLUMN: "columns", Role.ROW: "rows"}
+
+
+class Quantization:
+    """What the runtime does for the low-precision layers of one rank's model."""
+
+    def __init__(self, mesh: ParallelMesh, delayed: DelayedScaling | None) -> None:
+        self.clock = WeightClock()
+        self.delayed = delayed
+        self._over_ranks = partial(largest_over, axes=[mesh.dp_cp, mesh.tp])
+        self._window_is_new = True
+
+    def begin_run(self, *, training: bool) -> None:
+        """Before the passes of a batch: weights are rounded anew where they may have changed."""
+        if self._window_is_new or not training:
+            self.clock.tick()
+        self._window_is_new = not training
+        if self.delayed is not None:
+            self.delayed.recording = training
+
+    def finish_window(self) -> None:
+        """After a window's last backward pass. All ranks of the mesh must call it."""
+        self._window_is_new = True
+        if self.delayed is not None:
+            self.delayed.finish_window(self._over_ranks)
+
+
+def chosen_linears(
+    network: nn.Module, plan: ParallelPlan, config: QuantizationConfig
+) -> dict[str, nn.Module]:
+    """Linear layers of a whole network that get low precision, by path."""
+    if plan.layers is None:
+        return {}
+    layers = [name for name, _ in network.get_submodule(plan.layers).named_children()]
+    kept = {*layers[: config.keep_first], *layers[max(0, len(layers) - config.keep_last) :]}
+    found = {}
+    for layer in (name for name in layers if name not in kept):
+        path = f"{plan.layers}.{layer}"
+        for name, module in network.get_submodule(path).named_modules(prefix=path):
+            is_linear = type(module) is nn.Linear or hasattr(module, "quantized")
+            if is_linear and not any(fnmatchcase(name, glob) for glob in config.exclude):
+                found[name] = module
+    return found
+
+
+def quantization_problems(
+    network: nn.Module,
+    plan: ParallelPlan,
+    config: QuantizationConfig | None,
+    tensor_size: int,
+) -> list[str]:
+    """What keeps the layers of a whole network from low precision, as explained sentences."""
+    if config is None or config.check():
+        return []
+    chosen = chosen_linears(network, plan, config)
+    if not chosen:
+        return [
+            f"quantization with keep_first={config.keep_first}, keep_last={config.keep_last},"
+            f" exclude={list(config.exclude)}: no linear layer within plan.layers={plan.layers!r}"
+            " is left for it; keep fewer layers, or leave quantization out"
+        ]
+    problems = []
+    for path, module in chosen.items():
+        problems += _size_problems(path, module, plan, config, tensor_size)
+    unused = [
+        glob
+        for glob in config.exclude
+        if not any(fnmatchcase(name, glob) for name, _ in network.named_modules())
+    ]
+    if unused:
+        problems.append(f"quantization.exclude: {unused} match no module")
+    return problems[:5]
+
+
+def _size_problems(
+    path: str,
+    module: nn.Module,
+    plan: ParallelPlan,
+    config: QuantizationConfig,
+    tensor_size: int,
+) -> list[str]:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    *outputs, inputs = weight.shape
+    split = _SPLITS.get(plan.split_of(f"{path}.weight").role, "none")
+    if split == "rows":
+        inputs //= tensor_size
+    if split == "columns":
+        outputs[-1] //= tensor_size
+    label = f"quantization.recipe={config.recipe!r}: {path} has {{}} {{}} features on a rank"
+    sizes = {"input": inputs, "output": math.prod(outputs)}
+    if not config.simulate:
+        return [
+            label.format(size, side)
+            + f", and products of FP8 take multiples of {_REAL_MULTIPLE}; exclude it by name"
+            for side, size in sizes.items()
+            if size % _REAL_MULTIPLE
+        ]
+    block = {"fp8_blockwise": 128, "mxfp8": 32, "nvfp4": 16}.get(config.recipe, 1)
+    side, size = ("input", inputs) if split == "rows" else ("output", outputs[-1])
+    if tensor_size > 1 and split != "none" and size % block:
+        return [
+            label.format(size, side)
+            + f" (tensor_parallel_size={tensor_size}), which blocks of {block} values do not"
+            " divide: blocks would reach over ranks; exclude it by name, or use a smaller"
+            " tensor_parallel_size"
+        ]
+    return []
+
+
+def apply_quantization(
+    chunks: Sequence[nn.Module],
+    names: Collection[str],
+    plan: ParallelPlan,
+    config: QuantizationConfig,
+    mesh: ParallelMesh,
+    *,
+    table: Mapping[str, ParameterInfo],
+    streams: Streams | None,
+    sequence_parallel: bool,
+    keeps_weights: bool,
+    seed: int,
+    prefix: str,
+) -> Quantization:
+    """Set the products of the linear layers `names` (paths in the whole network) that the chunks
+    of this rank hold. ValueError where the device can't run the recipe.
+    """
+    problem = None if config.simulate else device_problem(mesh.device)
+    if problem is not None:
+        raise ValueError(f"quantization.recipe={config.recipe!r}: {problem}")
+    modules: dict[str, Any] = {
+        name: module for chunk in chunks for name, module in chunk.named_modules() if name in names
+    }
+    delayed = None
+    if config.recipe == "fp8_delayed":
+        delayed = DelayedScaling(
+            list(modules),
+            gradient=config.gradient,
+            length=config.amax_history_length,
+            margin=config.margin,
+            device=mesh.device,
+        )
+    quantization = Quantization(mesh, delayed)
+    for name, module in modules.items():
+        adopt(module)
+        split = plan.split_of(f"{name}.weight")
+        row = table[f"{prefix}{name}.weight"]
+        kind = _SPLITS.get(split.role, "none") if mesh.tp.size > 1 else "none"
+        module.quantized = QuantizedProducts(
+            recipe=_recipe(config, name, delayed, seed),
+            split=kind,
+            tensor_axis=mesh.tp,
+            context_axis=mesh.cp,
+            splits_sequence=sequence_parallel and kind == "none" and mesh.tp.size > 1,
+            clock=quantization.clock,
+            keeps_weights=keeps_weights,
+            noise=_noise(config, prefix + name, row, plan, streams, seed),
+        )
+    return quantization
+
+
+def _recipe(
+    config: QuantizationConfig, name: str, delayed: DelayedScaling | None, seed: int
+) -> Recipe:
+    gradient = config.gradient
+    if not config.simulate:
+        if config.recipe == "fp8_rowwise":
+            return FP8RowRecipe(gradient)
+        return FP8TensorRecipe(gradient, None if delayed is None else delayed.recipe(name))
+    if delayed is not None:
+        return delayed.recipe(name)
+    if config.recipe == "nvfp4":
+        signs = _signs(seed) if config.hadamard else None
+        return NVFP4Recipe(stochastic=config.stochastic_rounding, signs=signs)
+    kinds = {
+        "fp8_tensorwise": TensorRecipe,
+        "fp8_rowwise": RowRecipe,
+        "fp8_blockwise": BlockRecipe,
+        "mxfp8": MXFP8Recipe,
+    }
+    return kinds[config.recipe](gradient)
+
+
+def _signs(seed: int) -> Tensor:
+    """16 random signs, the same for all layers and ranks of a run."""
+    counter = [torch.tensor(word) for word in (0, 0, 0, 0)]
+    word = int(philox(counter, make_key("hadamard", seed, ""))[0])
+    return torch.tensor([1.0 if word >> i & 1 else -1.0 for i in range(16)])
+
+
+def _noise(
+    config: QuantizationConfig,
+    name: str,
+    row: ParameterInfo,
+    plan: ParallelPlan,
+    streams: Streams | None,
+    seed: int,
+) -> RoundingNoise | None:
+    if config.recipe != "nvfp4" or not config.stochastic_rounding:
+        return None
+    *shape, _ = row.global_shape
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for dim, (offset, size) in enumerate(zip(row.offsets[:-1], row.sizes[:-1], strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return RoundingNoise(
+        key=make_key("rounding", seed, name),
+        streams=streams,
+        features=whole.flatten(),
+        sequence_dim=plan.sequence_dim,
+    )

@@ -1,0 +1,295 @@
+"""Linear layers whose three products take factors of eight or four bits.
+
+What a recipe rounds and how is in `precision/operands.py`; here stand the layer's borders and what
+is kept. Of the input the rounded transpose is kept for the backward pass, in place of the input;
+with sequence parallelism the own part of it. Weights are rounded once in a window. Scales do not
+depend on the layout: largest values are taken over the ranks that hold other parts of a tensor,
+which is one small reduction each, but for delayed scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.parallel.collectives import (
+    Finish,
+    all_gather,
+    all_reduce_,
+    begin_all_gather,
+    begin_all_reduce_,
+    begin_reduce_scatter,
+)
+from megatron_lightning.parallel.column import ColumnInput
+from megatron_lightning.parallel.main_gradient import main_gradient_of
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.precision.operands import Noise, Operand, Pair, Recipe, Wanted
+
+TensorSplit = Literal["columns", "rows", "none"]
+"""What of a linear layer the tensor axis splits: output features, input features, nothing."""
+NoiseSource = Callable[[torch.Size, torch.Size, torch.device], Noise]
+"""(shape of the layer's input, shape of the gradient's matrix, device) -> its noise."""
+
+_ALIGNMENT = 16
+"""Rows of a part of the sequence that is rounded before it is gathered: what products need."""
+
+
+@dataclass
+class WeightClock:
+    """When rounded weights are old. One for each rank's model."""
+
+    time: int = 0
+
+    def tick(self) -> None:
+        """Weights may have changed."""
+        self.time += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightClock:
+        """Itself: copies of a network are no other model."""
+        return self
+
+
+@dataclass(eq=False, kw_only=True)
+class QuantizedProducts:
+    """What a linear layer holds to run in low precision."""
+
+    recipe: Recipe
+    split: TensorSplit
+    tensor_axis: MeshAxis
+    context_axis: MeshAxis
+    splits_sequence: bool
+    """True where the layer's rows are a part of the sequence over the tensor axis."""
+    clock: WeightClock
+    keeps_weights: bool = True
+    """False: round weights at each use (fully sharded ones come and go)."""
+    noise: NoiseSource | None = None
+    _weight: Pair | None = field(default=None, repr=False)
+    _weight_key: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedProducts:
+        """The same without rounded weights, for a copy of the layer."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name[0] != "_"}
+        return QuantizedProducts(**fields)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Callable[[Tensor], Tensor] | None,
+        *,
+        sums: bool,
+    ) -> Tensor:
+        """`F.linear(before(x), weight, bias)` by the recipe: (..., in), (out, in) -> (..., out)."""
+        return _outside_of_regions(self, x, weight, bias, before, sums)
+
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Callable[[Tensor], Tensor] | None,
+        sums: bool,
+    ) -> Tensor:
+        """See `__call__`."""
+        axis, dim = _WHOLE, None
+        if isinstance(before, ColumnInput):
+            axis, dim = before.axis, before.sequence_dim
+        elif before is not None:
+            x = before(x)
+        return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums)
+
+    # ------------------------------------------------------------------ operands
+
+    def input(self, x: Tensor, *, part: bool, wanted: Wanted) -> Pair:
+        """Operands of the input (T, K); `part`: of this tensor rank's part of the sequence."""
+        columns = [self.tensor_axis] if self.split == "rows" else []
+        return self.recipe.pair(
+            x,
+            "input",
+            over_rows=self._over(self._row_axes(part)),
+            over_columns=self._over(columns),
+            wanted=wanted,
+        )
+
+    def gradient(self, grad: Tensor, wanted: Wanted, noise: Noise | None) -> Pair:
+        """Operands of the output's gradient (T, N)."""
+        columns = [self.tensor_axis] if self.split == "columns" else []
+        self._check_context_blocks(len(grad))
+        return self.recipe.pair(
+            grad,
+            "gradient",
+            over_rows=self._over(self._row_axes(self.splits_sequence)),
+            over_columns=self._over(columns),
+            noise=noise,
+            wanted=wanted,
+        )
+
+    def weight(self, weight: Tensor) -> Pair:
+        """Operands of the weight (N, K), from before if it hasn't changed since."""
+        key = (self.clock.time, weight._version, weight.data_ptr())
+        if self._weight is not None and self._weight_key == key:
+            return self._weight
+        axes = [self.tensor_axis]
+        pair = self.recipe.pair(
+            weight,
+            "weight",
+            over_rows=self._over(axes if self.split == "columns" else []),
+            over_columns=self._over(axes if self.split == "rows" else []),
+        )
+        if self.keeps_weights:
+            self._weight, self._weight_key = pair, key
+        return pair
+
+    def _row_axes(self, part: bool) -> list[MeshAxis]:
+        return [self.context_axis, self.tensor_axis] if part else [self.context_axis]
+
+    def _over(self, axes: list[MeshAxis]) -> Callable[[Tensor], Tensor]:
+        return partial(largest_over, axes=axes)
+
+    def _check_context_blocks(self, rows: int) -> None:
+        """Blocks of tokens must not reach over the slices of a context rank (two, zig-zag)."""
+        slices = 2 * self.recipe.block
+        if self.context_axis.size > 1 and self.recipe.block > 1 and rows % slices:
+            raise ValueError(
+                f"quantization: {rows} tokens of a micro-batch on a context rank are two slices"
+                f" that blocks of {self.recipe.block} tokens do not divide; make seq_length x"
+                f" micro_batch_size / context_parallel_size a multiple of {slices}, or use a recipe"
+                " without blocks"
+            )
+
+
+def largest_over(amax: Tensor, *, axes: list[MeshAxis]) -> Tensor:
+    """Largest values over all ranks of `axes`, one after the other; in place."""
+    for axis in axes:
+        if axis.size > 1:
+            amax = all_reduce_(amax.contiguous(), axis, "max")
+    return amax
+
+
+def _run(
+    products: QuantizedProducts,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Callable[[Tensor], Tensor] | None,
+    sums: bool,
+) -> Tensor:
+    return products.run(x, weight, bias, before, sums)
+
+
+# Rounded weights, largest values and main gradients are kept from call to call, which a compiled
+# region can't know of; so these layers lie between regions, as kernels of their own.
+_outside_of_regions: Any = torch.compiler.disable(_run)
+
+_WHOLE = MeshAxis(name="whole")
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: QuantizedProducts,
+        axis: MeshAxis,
+        dim: int | None,
+        sums: bool,
+    ) -> Tensor:
+        rows = x.flatten(0, -2)
+        part = dim is not None and dim % x.dim() == 0 and axis.size > 1
+        part = part and len(rows) % max(products.recipe.block, _ALIGNMENT) == 0
+        if dim is not None and not part:
+            x = all_gather(x, axis, dim)
+            rows = x.flatten(0, -2)
+        wanted = (True, ctx.needs_input_grad[1])
+        itself, transposed = products.input(
+            rows, part=part or products.splits_sequence, wanted=wanted
+        )
+        assert itself is not None
+        shape = x.shape
+        if part:
+            itself = gather_operand(itself, axis, 0)()
+            shape = torch.Size((shape[0] * axis.size, *shape[1:]))
+        factor = products.weight(weight).itself
+        assert factor is not None
+        y = products.recipe.product(itself, factor, x.dtype, forward=True)
+        ctx.noise = None if products.noise is None else products.noise(shape, y.shape, y.device)
+        _save(ctx, weight, transposed)
+        ctx.products, ctx.axis, ctx.dim, ctx.part, ctx.sums = products, axis, dim, part, sums
+        y = y if bias is None else y.add_(bias)
+        return y.view(*shape[:-1], y.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, transposed = _saved(ctx)
+        products, axis, dim = ctx.products, ctx.axis, ctx.dim
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = reduced = gathered = None
+        if needs_weight and ctx.part and transposed is not None:
+            gathered = gather_operand(transposed, axis, 1)
+        itself, of_rows = products.gradient(rows, (needs_x, needs_weight), ctx.noise)
+        if needs_x:
+            factor = products.weight(weight).transposed
+            grad_x = products.recipe.product(itself, factor, grad.dtype, forward=False)
+            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
+            reduced = (
+                begin_all_reduce_(grad_x, axis)
+                if dim is None
+                else begin_reduce_scatter(grad_x, axis, dim)
+            )
+        if needs_weight:
+            if gathered is not None:
+                transposed = gathered()
+            assert transposed is not None
+            grad_weight = _weight_gradient(ctx, weight, of_rows, transposed)
+        if needs_bias:
+            grad_bias = rows.sum(dim=0)
+        grad_x = None if reduced is None else reduced()
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _weight_gradient(ctx: Any, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
+    """The gradient for autograd, or None once it is in its sum."""
+    product = ctx.products.recipe.product
+    if not ctx.sums:
+        return product(grad, x, weight.dtype, forward=False)
+    total = main_gradient_of(weight)
+    total.add_gradient(product(grad, x, torch.float32, forward=False))
+    return None
+
+
+def _save(ctx: Any, weight: Tensor, transposed: Operand | None) -> None:
+    """Keep tensors where hooks of recomputation and offloading see them."""
+    values, scale = (None, None) if transposed is None else transposed
+    ctx.save_for_backward(weight, values, scale)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Operand | None]:
+    weight, values, scale = ctx.saved_tensors
+    return weight, None if values is None else Operand(values, scale)
+
+
+def gather_operand(operand: Operand, axis: MeshAxis, dim: int) -> Callable[[], Operand]:
+    """Start to join the parts of an operand along `dim`; its scale too where it has one a row."""
+    values, scale = operand
+    finish = _begin_gather(values, axis, dim)
+    if scale is not None and scale.dim() and dim == 0:
+        scale = all_gather(scale, axis, 0)
+    return lambda: Operand(finish(), scale)
+
+
+def _begin_gather(values: Tensor, axis: MeshAxis, dim: int) -> Finish:
+    if values.element_size() > 1:
+        return begin_all_gather(values.contiguous(), axis, dim)
+    finish = begin_all_gather(values.contiguous().view(torch.uint8), axis, dim)
+    return lambda: finish().view(values.dtype)

@@ -1,0 +1,212 @@
+"""Largest values, scales and casts to FP8, one pass over memory each.
+
+A cast writes a matrix and its transpose at once, since products read both along their summed dim.
+"""
+
+# Triton is optional, and a kernel is indexed by its grid.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 128
+_WARPS = 8
+_SPAN = 8192
+_PARTS = 1024
+"""Programs that share out a search for the largest value."""
+
+
+@triton.jit
+def _size(x):
+    """|x| in float32, infinite for NaN."""
+    x = tl.abs(x.to(tl.float32))
+    return tl.where(x == x, x, float("inf"))  # noqa: PLR0124
+
+
+@triton.jit
+def _largest(x, parts, count, span: tl.constexpr):
+    """Largest size among every parts-th span of elements."""
+    lane = tl.arange(0, span)
+    step = tl.num_programs(0).to(tl.int64) * span
+    begin = tl.program_id(0).to(tl.int64) * span
+    found = tl.zeros((span,), tl.float32)
+    for start in range(begin, count, step):
+        index = start + lane
+        found = tl.maximum(found, _size(tl.load(x + index, mask=index < count, other=0.0)))
+    tl.store(parts + tl.program_id(0), tl.max(found, axis=0))
+
+
+@triton.jit
+def _join(parts, largest, count, block: tl.constexpr):
+    lane = tl.arange(0, block)
+    found = tl.load(parts + lane, mask=lane < count, other=0.0)
+    tl.store(largest, tl.max(found, axis=0))
+
+
+@triton.jit
+def _power(amax, limit):
+    """(scale, 1 / scale), see `formats.power_of_two_scale`; powers of two by their exponent."""
+    quotient = tl.div_rn(tl.zeros_like(amax) + limit, amax)
+    exponent = (quotient.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    inverse = tl.where(amax == 0.0, 1.0, inverse)
+    finite = amax < float("inf")
+    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
+
+
+@triton.jit
+def _scales(amax, scales, inverses, limit, count, block: tl.constexpr):
+    lane = tl.program_id(0) * block + tl.arange(0, block)
+    inside = lane < count
+    scale, inverse = _power(tl.load(amax + lane, mask=inside, other=0.0), limit)
+    tl.store(scales + lane, scale, mask=inside)
+    tl.store(inverses + lane, inverse, mask=inside)
+
+
+@triton.jit
+def _rounded(x, scale, limit, element: tl.constexpr):
+    """Scaled and cast to FP8: finite values within the format, NaN for what isn't finite."""
+    value = x.to(tl.float32) * scale
+    limited = tl.minimum(tl.maximum(value, -limit), limit)
+    finite = _size(value) < float("inf")
+    return tl.where(finite, limited, float("nan")).to(element)
+
+
+@triton.jit
+def _cast_both(
+    x,
+    itself,
+    transposed,
+    scale,
+    seen,
+    rows,
+    columns,
+    padded_rows,
+    limit,
+    want_itself: tl.constexpr,
+    want_transposed: tl.constexpr,
+    record: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    if record:
+        tl.atomic_max(seen, tl.max(tl.max(_size(values), axis=1), axis=0))
+    factor = tl.load(scale)
+    if want_itself:
+        element = itself.dtype.element_ty
+        rounded = _rounded(values, factor, limit, element)
+        tl.store(itself + row[:, None] * columns + column[None, :], rounded, mask=inside)
+    if want_transposed:
+        element = transposed.dtype.element_ty
+        rounded = tl.trans(_rounded(values, factor, limit, element))
+        place = transposed + column[:, None] * padded_rows + row[None, :]
+        tl.store(place, rounded, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
+
+
+@triton.jit
+def _row_largest(x, found, columns, span: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, span)
+    most = tl.zeros((span,), tl.float32)
+    for start in range(0, columns, span):
+        inside = start + lane < columns
+        value = tl.load(x + row * columns + start + lane, mask=inside, other=0.0)
+        most = tl.maximum(most, _size(value))
+    tl.store(found + row, tl.max(most, axis=0))
+
+
+@triton.jit
+def _cast_rows(x, out, scales, columns, padded_columns, limit, span: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * span + tl.arange(0, span)
+    value = tl.load(x + row * columns + lane, mask=lane < columns, other=0.0)
+    rounded = _rounded(value, tl.load(scales + row), limit, out.dtype.element_ty)
+    tl.store(out + row * padded_columns + lane, rounded, mask=lane < padded_columns)
+
+
+def largest(x: Tensor) -> Tensor:
+    """Largest absolute value of a contiguous tensor, 0-dim float32; infinite where one is NaN."""
+    found = x.new_zeros((), dtype=torch.float32)
+    if x.numel():
+        programs = min(triton.cdiv(x.numel(), _SPAN), _PARTS)
+        parts = x.new_empty(programs, dtype=torch.float32)
+        _largest[(programs,)](x, parts, x.numel(), span=_SPAN, num_warps=_WARPS)
+        _join[(1,)](parts, found, programs, block=_PARTS)
+    return found
+
+
+def scales(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(scale, 1 / scale) of each of `amax`, contiguous float32."""
+    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
+    block = 256
+    if amax.numel():
+        grid = (triton.cdiv(amax.numel(), block),)
+        _scales[grid](amax, scale, inverse, limit, amax.numel(), block=block)
+    return scale, inverse
+
+
+def cast_both(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    limit: float,
+    *,
+    itself: bool,
+    transposed: bool,
+    padded_rows: int,
+    seen: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(R, C), contiguous -> (R, C) and (C, `padded_rows`) in FP8, what is wanted of them. The
+    largest size goes to `seen`, 0-dim float32, where that is larger.
+    """
+    rows, columns = x.shape
+    values = x.new_empty((rows, columns), dtype=dtype) if itself else None
+    turned = x.new_empty((columns, padded_rows), dtype=dtype) if transposed else None
+    if columns and padded_rows:
+        _cast_both[(triton.cdiv(padded_rows, _TILE), triton.cdiv(columns, _TILE))](
+            x,
+            x if values is None else values,
+            x if turned is None else turned,
+            scale,
+            scale if seen is None else seen,
+            rows,
+            columns,
+            padded_rows,
+            limit,
+            want_itself=itself,
+            want_transposed=transposed,
+            record=seen is not None,
+            tile=_TILE,
+            num_warps=_WARPS,
+        )
+    return values, turned
+
+
+def row_largest(x: Tensor) -> Tensor:
+    """Largest absolute value of each row of (R, C), contiguous: (R, 1) float32."""
+    found = x.new_zeros((x.shape[0], 1), dtype=torch.float32)
+    if x.numel():
+        _row_largest[(x.shape[0],)](x, found, x.shape[1], span=4096, num_warps=_WARPS)
+    return found
+
+
+def cast_rows(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, limit: float, padded_columns: int
+) -> Tensor:
+    """(R, C), contiguous, and (R, 1) -> (R, `padded_columns`) in FP8."""
+    rows, columns = x.shape
+    out = x.new_empty((rows, padded_columns), dtype=dtype)
+    if out.numel():
+        span = 2048
+        _cast_rows[(rows, triton.cdiv(padded_columns, span))](
+            x, out, scale, columns, padded_columns, limit, span=span, num_warps=4
+        )
+    return out
