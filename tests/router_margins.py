@@ -5,7 +5,7 @@ next by less than that, they may send it to different experts, and are different
 on. So such tests assert that the smallest margin is well above the rounding of what is compared.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,32 +14,34 @@ from torch import Tensor, nn
 
 from megatron_lightning.layers.moe import Router
 
-# Logits of the small test models are sums of 64 terms of size 0.1 after about 40 roundings: errors
-# are near sqrt(40) * 6e-8 * their size (below 1) = 4e-7 in float32. Ten times that is asked for.
-MARGINS: Mapping[torch.dtype, float] = {torch.float32: 4e-6, torch.float64: 1e-14}
+# In float32, values by which experts are chosen are of size 0.1 to 1 and sums of 64 terms after
+# about 40 roundings: errors are near sqrt(40) * 6e-8 = 4e-7. What AdamW makes of that in a few
+# steps of lr 1e-3 moves logits by as much again. Twenty times that is asked for.
+MARGIN = 1e-5
 
 
 @contextmanager
-def smallest_margins(network: nn.Module) -> Iterator[dict[str, float]]:
-    """Yields {router: smallest margin of its selection values} of the forwards inside."""
-    found: dict[str, float] = {}
-    handles = [
-        router.register_forward_hook(_watch(found, name))
-        for name, router in network.named_modules()
-        if isinstance(router, Router)
-    ]
+def smallest_margins() -> Iterator[list[float]]:
+    """Yields a list that gets the smallest margin of each routers' forward inside, in order."""
+    found: list[float] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(module, Router):
+            with torch.no_grad():
+                values = module.selection(module.logits(args[0]))
+            found.append(margin_of(values, module.config.router_topk))
+
+    handle = nn.modules.module.register_module_forward_hook(note)
     try:
         yield found
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
-def assert_margins(margins: Mapping[str, float], dtype: torch.dtype) -> None:
+def assert_margins(margins: list[float]) -> None:
     """No router came near another choice."""
     assert margins, "no router ran"
-    close = {name: margin for name, margin in margins.items() if margin < MARGINS[dtype]}
-    assert not close, f"choices within the rounding of {dtype}: {close}"
+    assert min(margins) > MARGIN, f"a choice within {min(margins)}, about the rounding"
 
 
 def margin_of(selection: Tensor, topk: int) -> float:
@@ -48,13 +50,3 @@ def margin_of(selection: Tensor, topk: int) -> float:
         return float("inf")
     best = selection.topk(topk + 1, dim=-1).values
     return float((best[:, -2] - best[:, -1]).min())
-
-
-def _watch(found: dict[str, float], name: str) -> Any:
-    def hook(router: Router, args: tuple[Tensor], output: Any) -> None:
-        values = router.selection(router.logits(args[0]).detach())
-        found[name] = min(
-            found.get(name, float("inf")), margin_of(values, router.config.router_topk)
-        )
-
-    return hook

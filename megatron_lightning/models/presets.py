@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rotary import RotaryConfig
 
 _GPT2: dict[str, Any] = {
@@ -60,6 +61,32 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+_MIXTRAL: dict[str, Any] = {
+    "vocab_size": 32000,
+    "num_query_groups": 8,
+    "rotary": RotaryConfig(base=1000000.0),
+    "moe": MoEConfig(num_experts=8, aux_loss_coeff=0.02),
+}
+_QWEN3_30B_A3B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_query_groups": 4,
+    "head_dim": 128,
+    "ffn_hidden_size": 6144,
+    "max_position_embeddings": 40960,
+    "norm_epsilon": 1e-6,
+    "qk_layernorm": True,
+    "rotary": RotaryConfig(base=1000000.0),
+    "moe": MoEConfig(
+        num_experts=128,
+        router_topk=8,
+        ffn_hidden_size=768,
+        aux_loss_coeff=0.001,
+    ),
+}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt2": _GPT2,
     "llama3-8b": _LLAMA3_8B,
@@ -100,7 +127,38 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "qk_layernorm": True,
         "rotary": RotaryConfig(base=1000000.0),
     },
+    "mixtral-8x7b": _MIXTRAL
+    | {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 14336,
+        "max_position_embeddings": 32768,
+    },
+    "mixtral-8x22b": _MIXTRAL  # an MLP's default width, 16384
+    | {
+        "num_layers": 56,
+        "hidden_size": 6144,
+        "num_attention_heads": 48,
+        "max_position_embeddings": 65536,
+    },
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-235b-a22b": _QWEN3_30B_A3B
+    | {
+        "num_layers": 94,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "ffn_hidden_size": 12288,
+        "moe": MoEConfig(
+            num_experts=128,
+            router_topk=8,
+            ffn_hidden_size=1536,
+            aux_loss_coeff=0.001,
+        ),
+    },
     "tiny": _TINY,
+    "tiny-moe": _TINY
+    | {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64, aux_loss_coeff=0.01)},
     "tiny-gpt2": _GPT2
     | {
         "vocab_size": 257,

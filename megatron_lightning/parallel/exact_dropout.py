@@ -50,13 +50,11 @@ class ExactDropout(Streams):
         )
         sample &= 0xFFFFFFFF
         if layout is Layout.HEADS:
-            heads, queries = shape[1], self._sequence(shape[2], False, device)
+            heads, queries = shape[1], self._sequence(shape[2], layout, device)
             head = torch.arange(heads, device=device) + (self.mesh.tp.rank * heads)
             counter = [group, queries[:, None], sample[:, None, None, None], head[:, None, None]]
         else:
-            sequence = self._sequence(
-                shape[0], self.sequence_parallel and layout is Layout.HIDDEN, device
-            )
+            sequence = self._sequence(shape[0], layout, device)
             counter = [group, sequence[:, None, None], sample[:, None], torch.zeros_like(group)]
         return philox.philox(counter, key)
 
@@ -66,23 +64,14 @@ class ExactDropout(Streams):
         begin = offset - offset // 4 * 4
         return values[..., begin : begin + shape[-1]]
 
-    def _sequence(self, local: int, split: bool, device: torch.device) -> Tensor:
-        """Global sequence positions of the `local` rows of an activation: (local,)."""
-        whole = local * (self.mesh.tp.size if split else 1)
-        positions = self.sequence_positions
-        if positions is None:
-            if self.mesh.cp.size > 1:
-                raise ValueError(
-                    f"exact dropout with context_parallel_size={self.mesh.cp.size} needs"
-                    " sequence_positions in begin()"
-                )
-            positions = torch.arange(whole, device=device)
-        if len(positions) != whole:
+    def _sequence(self, local: int, layout: Layout, device: torch.device) -> Tensor:
+        rows = self.sequence_rows(local, layout, device)
+        if rows is None:
             raise ValueError(
-                f"exact dropout: {len(positions)} sequence positions were given for {whole} tokens"
+                f"exact dropout with context_parallel_size={self.mesh.cp.size} needs"
+                " sequence_positions in begin()"
             )
-        start = self.mesh.tp.rank * local if split else 0
-        return positions[start : start + local].to(device=device, dtype=torch.int64)
+        return rows
 
     @contextmanager
     def as_default(self, layout: Layout, device: torch.device) -> Iterator[None]:

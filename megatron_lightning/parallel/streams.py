@@ -96,6 +96,25 @@ class Streams(ABC):
         """True when tensor ranks hold different parts of such an activation."""
         return self.mesh.tp.size > 1 and (layout is not Layout.HIDDEN or self.sequence_parallel)
 
+    def sequence_rows(self, local: int, layout: Layout, device: torch.device) -> Tensor | None:
+        """Positions in the global sequence of the `local` rows of an activation, (local,) int64;
+        None where context ranks hold parts that were not told to `begin`.
+        """
+        split = self.sequence_parallel and layout is Layout.HIDDEN
+        whole = local * (self.mesh.tp.size if split else 1)
+        positions = self.sequence_positions
+        if positions is None:
+            if self.mesh.cp.size > 1:
+                return None
+            positions = torch.arange(whole, device=device)
+        if len(positions) != whole:
+            raise ValueError(
+                f"{len(positions)} sequence positions were given for {whole} tokens of this context"
+                " rank"
+            )
+        start = self.mesh.tp.rank * local if split else 0
+        return positions[start : start + local].to(device=device, dtype=torch.int64)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
         """A copied network (weight averaging makes some) draws from the same source."""
         return self

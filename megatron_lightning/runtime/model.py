@@ -86,6 +86,11 @@ class ParallelModel:
                 sequence_positions=sequence_positions,
             )
 
+    def begin_evaluation(self, sequence_positions: Tensor | None = None) -> None:
+        """Say which tokens of the sequence the forward of a step without training sees."""
+        if self.streams is not None:
+            self.streams.sequence_positions = sequence_positions
+
     def run_chunk(
         self, chunk: int, carried: Carried | None, step: Callable[[], Any]
     ) -> tuple[bool, Any]:

@@ -16,19 +16,27 @@ from megatron_lightning.parallel.mesh import MeshAxis
 
 @torch.no_grad()
 def over_capacity(
-    probs: Tensor, experts: Tensor, config: MoEConfig, capacity: int, axis: MeshAxis
+    probs: Tensor,
+    experts: Tensor,
+    places: Tensor | None,
+    config: MoEConfig,
+    capacity: int,
+    axis: MeshAxis,
 ) -> Tensor:
     """(T, K) probabilities and experts of this rank's tokens -> (T, K) bool, True where dropped.
 
     By probability an expert keeps the largest, of equal ones the earlier; by position the first
-    tokens. Tokens of later ranks of the axis come later.
+    tokens. `places`: (T,) int64, where each token stands among those of all ranks of the axis;
+    None: tokens of later ranks come later.
     """
-    local = len(probs)
+    local, topk = experts.shape
     probs, experts = all_gather(probs, axis, 0), all_gather(experts, axis, 0)  # (T_all, K)
     expert = experts.flatten()
     order = torch.arange(len(expert), device=expert.device)
+    if places is not None:
+        order = order.view(-1, topk)[all_gather(places, axis, 0).argsort()].flatten()
     if config.drop_policy == "probability":
-        order = probs.flatten().argsort(descending=True, stable=True)
+        order = order[probs.flatten()[order].argsort(descending=True, stable=True)]
     order = order[expert[order].argsort(stable=True)]  # by expert, best first
     sorted_by = expert[order]
     first = torch.searchsorted(sorted_by, torch.arange(config.num_experts, device=order.device))

@@ -111,7 +111,7 @@ class Router(nn.Module):
             probs, aux, z = self._with_losses(probs, logits, experts, batch)
         else:
             aux = z = None
-        dropped = self._dropped(probs.detach(), experts)
+        dropped = self._dropped(probs.detach(), experts, batch)
         if self.training and torch.is_grad_enabled() and not is_recomputation():
             self.statistics.add(
                 tokens=count(experts.flatten(), self.config.num_experts),
@@ -178,11 +178,21 @@ class Router(nn.Module):
             scores.unflatten(0, by_sample), tokens, num_tokens // batch, config.router_topk
         )
 
-    def _dropped(self, probs: Tensor, experts: Tensor) -> Tensor | None:
+    def _dropped(self, probs: Tensor, experts: Tensor, batch: int) -> Tensor | None:
         capacity = self.config.capacity(len(probs) * self.tokens_axis.size)
         if capacity is None:
             return None
-        return over_capacity(probs, experts, self.config, capacity, self.tokens_axis)
+        places = self._places(len(probs) // batch, batch, probs.device)
+        return over_capacity(probs, experts, places, self.config, capacity, self.tokens_axis)
+
+    def _places(self, length: int, batch: int, device: torch.device) -> Tensor | None:
+        """Of tokens t = s * B + b among those of the whole sequence; None where not known."""
+        stream = self.jitter.stream
+        if self.tokens_axis.size == 1 or stream is None:
+            return None
+        rows = stream.sequence_rows(length, self.jitter.layout, device)  # (S,)
+        sample = torch.arange(batch, device=device)
+        return None if rows is None else (rows.unsqueeze(1) * batch + sample).flatten()
 
     def extra_repr(self) -> str:
         """Sizes and choices."""
