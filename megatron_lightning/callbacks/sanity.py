@@ -146,6 +146,8 @@ class SanityChecks(L.Callback):
             experts = {name: v for name, v in whole.items() if model.table[name].expert}
             found += _differing("replicas", dense, mesh, "dp_cp")
             found += _differing("replicas", experts, mesh, "edp")
+            unsplit = {n: v for n, v in experts.items() if model.table[n].split.dim is None}
+            found += _differing("replicas", unsplit, mesh, "etp")
             local = {name: _local(value) for name, value in values.items()}
             found += _differing("replicas", replicated_tensors(local, model.table), mesh, "tp")
         if self.tied:

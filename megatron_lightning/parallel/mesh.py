@@ -186,12 +186,14 @@ class ParallelMesh:
         return self.axes["dp_cp"]
 
     def describe(self) -> str:
-        """One line for logs, e.g. `tp=2 pp=2 dp=1 (4 ranks)`."""
+        """One line for logs, e.g. `tp=2 pp=2 dp=1 (4 ranks)`; etp where it isn't tp."""
         shown = [
             f"{name}={self.sizes[name]}"
             for name in ("tp", "pp", "cp", "dp", "ep")
             if self.sizes[name] > 1
         ]
+        if self.sizes["etp"] != self.sizes["tp"]:
+            shown.append(f"etp={self.sizes['etp']}")
         return f"{' '.join(shown) or 'one process'} ({self.world_size} ranks)"
 
     @classmethod

@@ -189,7 +189,7 @@ class ParallelModel:
 
     def average_gradients(self, mesh: ParallelMesh) -> None:
         """Average what is in `p.grad` over the data axis (manual optimization: as DDP, after each
-        backward).
+        backward). Experts have got gradients of all tokens that were sent to them.
         """
         if mesh.dp_cp.size == 1:
             return
@@ -199,7 +199,9 @@ class ParallelModel:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=mesh.dp_cp.group)
+            axis = mesh.axis("edp") if self.table[name].expert else mesh.dp_cp
+            if axis.size > 1:
+                dist.all_reduce(parameter.grad, group=axis.group)
             parameter.grad /= mesh.dp_cp.size
 
 

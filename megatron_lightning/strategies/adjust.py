@@ -82,20 +82,19 @@ def announce_summary(strategy: ModelStrategy, trainer: Trainer) -> None:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     model, mesh = strategy.parallel_model, strategy.mesh
     shown = any(isinstance(callback, ModelSummary) for callback in callbacks)
-    if not shown or strategy.config.model_parallel_size == 1:
+    if not shown or strategy.config.model_parallel_size * strategy.config.expert_parallel_size == 1:
         return
-    counted = [
-        info
-        for name, info in model.table.items()
-        if name in model.parameters
-        and not info.tied_copy
-        and (info.split.dim is not None or mesh.tp.is_first)
-    ]
-    total = torch.tensor(sum(info.numel for info in counted))
+    total = torch.tensor([0, 0])  # dense parameters and experts, which have other replicas
+    for name, info in model.table.items():
+        axis = mesh.axis("etp") if info.expert else mesh.tp
+        if name in model.parameters and not info.tied_copy:
+            total[int(info.expert)] += info.numel * (info.split.dim is not None or axis.is_first)
     dist.all_reduce(total, group=mesh.control_group)
+    dense, experts = total.tolist()
+    number = dense // mesh.dp_cp.size + experts // mesh.axis("edp").size
     held = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
     rank_zero_info(
-        f"The model has {int(total) // mesh.dp_cp.size:,} parameters; the summary shows the "
+        f"The model has {number:,} parameters; the summary shows the "
         f"{held:,} of them that rank 0 holds ({mesh.describe()})"
     )
 

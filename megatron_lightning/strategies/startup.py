@@ -276,6 +276,7 @@ def claim(module: LightningModule, strategy: MeshStrategy) -> None:
     is_cut = owner is not None and (
         owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size > 1
         or owner.config.expert_parallel_size > 1
+        or owner.config.expert_parallel_size > 1
         or owner.config.data_parallel.sharding == "fsdp"
     )
     if owner is not None and owner is not strategy and is_cut:
