@@ -2,12 +2,10 @@
 weights against one process (C23).
 """
 
-import dataclasses
 import functools
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from megatron_lightning.config import DataParallelConfig, ExpertConfig, MoEConfig
@@ -113,8 +111,20 @@ def single(model: str) -> dict[str, Any]:
     return alone
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+FAST = {("shared", "ep2"), ("shared", "tp2_sp_ep2_etp2"), ("biases", "ep2_fsdp")}
+SHARED_ALONE = ("ep4_fsdp", "ep2_hsdp", "ep2_gather", "tp2_ep2")
+"""Layouts that are tried with one model."""
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[] if (model, layout) in FAST else pytest.mark.slow)
+        for model in MODELS
+        for layout in LAYOUTS
+        if model == "shared" or layout not in SHARED_ALONE
+    ],
+)
 def test_training_equals_one_process(model: str, layout: str) -> None:
     world_size, options = LAYOUTS[layout]
     run = run_of(model, layout=options)
