@@ -113,12 +113,13 @@ class DistributedOptimizer:
             for optimizer in self._optimizers:
                 widen_state(optimizer, self.shards.parts().values(), self._moments_dtype)
 
-    def finish_step(self, step: int, *, wait: bool) -> None:
+    def finish_step(self, step: int, *, wait: bool, rounded: bool = False) -> None:
         """Give what was updated to all ranks; `step` counts optimizer steps of the run.
 
-        Without `wait` the gather goes on; see `ParameterShards.wait`.
+        Without `wait` the gather goes on; see `ParameterShards.wait`. For `rounded` see its
+        `begin_gather`.
         """
-        self.shards.begin_gather()
+        self.shards.begin_gather(rounded=rounded)
         self._narrow(step)
         if wait:
             self.shards.wait()

@@ -60,8 +60,12 @@ class LocalParts:
             grad = self._parameters[name].grad
             part.grad = grad.to_local() if isinstance(grad, DTensor) else None
 
-    def begin_gather(self) -> None:
+    def begin_gather(self, *, rounded: bool = False) -> None:
         """Nothing: a forward pass gathers what it needs."""
+
+    def copies(self) -> dict[Parameter, Tensor]:
+        """None: the forward pass rounds what it gathers."""
+        return {}
 
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Nothing to wait for."""

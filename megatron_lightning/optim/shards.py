@@ -56,9 +56,11 @@ class ParameterBucket:
         return self.masters.data_ptr() != self.own.data_ptr()
 
     @torch.no_grad()
-    def begin_gather(self) -> None:
-        """Round the masters to the own part and start to give it to the other ranks."""
-        if self.has_copies:
+    def begin_gather(self, *, rounded: bool = False) -> None:
+        """Round the masters to the own part, unless that has been done, and start to give it to the
+        other ranks.
+        """
+        if self.has_copies and not rounded:
             self.own.copy_(self.masters, non_blocking=True)
         if self.shard.size > 1:
             group = self.shard.group
@@ -193,10 +195,22 @@ class ParameterShards:
         begin = part.storage_offset() - made.masters.storage_offset()
         return made.grads[begin : begin + part.numel()].view(part.shape)
 
-    def begin_gather(self) -> None:
-        """Start to gather what every rank updated, in the order of the next forward pass."""
+    def begin_gather(self, *, rounded: bool = False) -> None:
+        """Start to gather what every rank updated, in the order of the next forward pass.
+
+        `rounded` says that `copies` hold the updated values already.
+        """
         for made in reversed(self._made):
-            made.begin_gather()
+            made.begin_gather(rounded=rounded)
+
+    def copies(self) -> dict[Parameter, Tensor]:
+        """Return for each part that is a master the rounded values, of the same shape."""
+        found: dict[Parameter, Tensor] = {}
+        for made in self._made if not self._offload else ():
+            for part in made.parts.values() if made.has_copies else ():
+                begin = part.storage_offset() - made.masters.storage_offset()
+                found[part] = made.own[begin : begin + part.numel()].view(part.shape)
+        return found
 
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until the parameters `names` (None: all) are gathered."""

@@ -232,6 +232,22 @@ class GradientBuckets:
         number of micro-batches over all replicas. With weight 0 the gradients stay as they are:
         zero.
         """
+        self.sum()
+        divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
+        divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+        if self._mesh.device.type == "cuda":
+            self.scale(divisor.reciprocal())
+        elif self._buckets:
+            torch._foreach_div_([bucket.own for bucket in self._buckets], divisor)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply what `sum` gave by a 0-dim tensor."""
+        scale_tensors_([bucket.own for bucket in self._buckets], factor)
+
+    def sum(self) -> None:
+        """Complete the window but for the division: sum over replicas, tensor ranks, tied
+        copies.
+        """
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
         self._agree_on_received()
@@ -246,13 +262,6 @@ class GradientBuckets:
         ]
         sum_gradients(partial, self._mesh.tp)
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
-        divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
-        divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-        own = [bucket.own for bucket in self._buckets]
-        if self._mesh.device.type == "cuda":
-            scale_tensors_(own, divisor.reciprocal())
-        elif own:
-            torch._foreach_div_(own, divisor)
 
     def publish(self, *, in_parameter_dtype: bool = False) -> None:
         """Make each parameter's `grad` its main gradient; None where no replica got one.

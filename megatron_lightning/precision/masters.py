@@ -89,6 +89,10 @@ class MasterParameters:
             for parameter, name in self._names.items()
         }
 
+    def copies(self) -> dict[Parameter, Parameter]:
+        """Return the model's weight, which is a rounded copy, of each master."""
+        return {master: parameter for parameter, master in self._master_of.items()}
+
     def master_of(self, parameter: Parameter) -> Parameter:
         """Return what the optimizer updates for a weight: its master, or itself."""
         return self._master_of.get(parameter, parameter)

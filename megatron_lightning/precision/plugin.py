@@ -31,10 +31,12 @@ from typing_extensions import override
 from megatron_lightning.config.loss_scale import LossScaleConfig
 from megatron_lightning.precision.loss_scale import LossScaler
 from megatron_lightning.precision.policy import POLICIES, PrecisionPolicy, policy_for
-from megatron_lightning.utils.gradients import clip_by_norm
+from megatron_lightning.utils.gradients import clip_by_norm, clip_factor
 
 GradNorm = Callable[[Optimizer], Tensor]
 AreFinite = Callable[[], bool]
+Fold = Callable[[Tensor], bool]
+BeforeStep = Callable[[], None]
 
 
 class MegatronPrecision(Precision):
@@ -43,7 +45,8 @@ class MegatronPrecision(Precision):
     `has_plan` is set by the strategy when it knows the module: True switches the wrapped plugin's
     conversions and autocast off. `grad_norm_fn` is set once by the strategy: it returns the global
     norm of an optimizer's gradients; while it is None, clipping is Lightning's. `are_finite_fn`
-    likewise says, alike on all ranks, whether all gradients are finite.
+    likewise says, alike on all ranks, whether all gradients are finite. `fold_fn` may take the
+    factor of clipping and see to it later; `before_step_fn` is called when clipping is done.
 
     On CUDA `Trainer(precision="16-mixed")` is enough. On the CPU, for tests, give
     `plugins=[MegatronPrecision(MixedPrecision("16-mixed", "cpu"))]`: it is slow there.
@@ -71,6 +74,8 @@ class MegatronPrecision(Precision):
         self.has_plan = True
         self.grad_norm_fn: GradNorm | None = None
         self.are_finite_fn: AreFinite | None = None
+        self.fold_fn: Fold | None = None
+        self.before_step_fn: BeforeStep | None = None
         self.loss_scaler = LossScaler() if self.precision == "16-mixed" else None
         """How the loss is scaled; None where it isn't."""
 
@@ -182,8 +187,18 @@ class MegatronPrecision(Precision):
         if self.grad_norm_fn is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
+        norm = self.grad_norm_fn(optimizer)
+        if self.fold_fn is not None and self.fold_fn(clip_factor(norm, float(clip_val))):
+            return
         grads = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
-        clip_by_norm(grads, self.grad_norm_fn(optimizer), float(clip_val))
+        clip_by_norm(grads, norm, float(clip_val))
+
+    @override
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Hooks and clipping, which come last before the optimizer's step."""
+        super()._after_closure(model, optimizer)
+        if self.before_step_fn is not None:
+            self.before_step_fn()
 
 
 def requested_precision() -> str | int | None:

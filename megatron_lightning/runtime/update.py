@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_lightning.checkpoint import BoxedTensor
@@ -19,12 +20,14 @@ from megatron_lightning.optim.clip import global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.local_parts import LocalParts
 from megatron_lightning.optim.shards import ParameterShards
+from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.policy import PrecisionPolicy
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
 from megatron_lightning.runtime.boxes import box_of, box_of_part, box_of_shard
+from megatron_lightning.runtime.folded_step import FoldedStep
 from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
 
@@ -49,6 +52,7 @@ class ParameterUpdate:
         *,
         seed: int = 0,
         defer: bool = False,
+        fold: bool = False,
     ) -> None:
         self._model = model
         self._mesh = mesh
@@ -83,6 +87,15 @@ class ParameterUpdate:
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
             self._gate = LayerGate(model, shards.wait)
+        self._folded: FoldedStep | None = None
+        if isinstance(model.buckets, GradientBuckets) and model.expert_balance is None:
+            self._folded = FoldedStep.of(self.optimizers, self._copies, mesh.device, fold=fold)
+
+    def _copies(self) -> Mapping[Parameter, Tensor]:
+        """The weight, or part of one, that each master is rounded to."""
+        if self.distributed is not None:
+            return self.distributed.shards.copies()
+        return {} if self.masters is None else self.masters.copies()
 
     # ------------------------------------------------------------------ one window
 
@@ -120,34 +133,59 @@ class ParameterUpdate:
     def reduce(self, weight: Tensor | float) -> bool:
         """Sum the window's gradients, divide by `weight` and publish them; False, and none
         published, where the weight is 0.
+
+        Where the optimizer's step is folded, the host doesn't know the weight yet: gradients are
+        published in any case, the step leaves everything as it is on the device, and it is a later
+        window that gives False.
         """
         buckets = self._model.buckets
         assert buckets is not None
         if self._model.quantization is not None:
             self._model.quantization.finish_window()
-        buckets.finish(weight)
-        if float(weight) == 0:
-            buckets.withdraw()
-            return False
+        empty = False
+        if self._folded is not None:
+            assert isinstance(buckets, GradientBuckets)
+            self._folded.reduce(buckets, weight)
+            empty = self._folded.heard_of_empty_window()
+        else:
+            buckets.finish(weight)
+            if float(weight) == 0:
+                buckets.withdraw()
+                return False
         self._has_loads = True
         buckets.publish(in_parameter_dtype=self._in_parameter_dtype)
         if self.distributed is not None:
             self.distributed.attach_gradients()
         elif self.masters is not None:
             self.masters.attach_gradients()
-        return True
+        return not empty
+
+    def fold(self, factor: Tensor) -> bool:
+        """Let gradients be multiplied by `factor` in the optimizer's step; False where they must be
+        at once.
+        """
+        return self._folded is not None and self._folded.fold(factor)
+
+    def before_step(self) -> None:
+        """Right before the optimizer's step, after clipping."""
+        if self._folded is not None:
+            self._folded.before_step()
 
     def finish_step(self, step: int) -> None:
         """After the optimizer's step: give what was updated to the model and to all ranks."""
         if self._model.expert_balance is not None:
             self._model.expert_balance.finish_window(follow=self._has_loads)
         self._has_loads = False
+        rounded = self._folded is not None and self._folded.is_rounded
         if self.distributed is not None:
-            self.distributed.finish_step(step, wait=self._gate is None)
+            self.distributed.finish_step(step, wait=self._gate is None, rounded=rounded)
         elif self.masters is not None:
-            self.masters.copy_to_model()
+            if not rounded:
+                self.masters.copy_to_model()
             if self._model.buckets is not None:
                 self.masters.detach_gradients()
+        if self._folded is not None:
+            self._folded.finish()
 
     def wait(self) -> None:
         """Wait until parameters may be read."""
@@ -164,6 +202,11 @@ class ParameterUpdate:
         """Return what is published of the gradients on this rank: whole local tensors, or flat
         parts.
         """
+        if self._folded is not None:
+            self._folded.settle()
+        return self._published()
+
+    def _published(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.updated().items() if p.grad is not None}
 
     def gradient_boxes(self) -> dict[str, BoxedTensor]:
@@ -178,11 +221,13 @@ class ParameterUpdate:
         """
         if self._norm is None:
             self._norm = global_grad_norm(
-                self.gradients(),
+                self._published(),
                 self._model.table,
                 self._mesh,
                 sharded=self.distributed is not None,
             )
+            if self._folded is not None and self._folded.factor is not None:
+                self._norm = self._norm * self._folded.factor.abs()
         return self._norm
 
     def gradients_are_finite(self) -> bool:
@@ -253,10 +298,14 @@ class ParameterUpdate:
         """
         if self._gate is not None:
             self._gate.detach()
+        if self._folded is not None:
+            self._folded.release()
         if self.distributed is not None:
             self.distributed.shards.close(wait=wait)
 
     def release(self) -> None:
         """Give parameters memory of their own again; nothing is left to be saved."""
+        if self._folded is not None:
+            self._folded.release()
         if self.distributed is not None:
             self.distributed.shards.release()

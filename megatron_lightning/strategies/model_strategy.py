@@ -37,7 +37,7 @@ from megatron_lightning.strategies.launchers import choose_launcher
 from megatron_lightning.strategies.local_copies import LocalCopies
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.random_states import Generators
-from megatron_lightning.strategies.readers import may_defer_gather
+from megatron_lightning.strategies.readers import may_defer_gather, may_fold
 from megatron_lightning.strategies.saves import Saves
 from megatron_lightning.strategies.signals import SAVED_STEP
 from megatron_lightning.strategies.trainer_checks import (
@@ -172,7 +172,9 @@ class ModelStrategy(MeshStrategy):
                 self.optimizers,
                 seed=self.seed,
                 defer=may_defer_gather(self.config, trainer),
+                fold=may_fold(trainer),
             )
+            plugin.fold_fn, plugin.before_step_fn = self._update.fold, self._update.before_step
             self.saves.begin_fit(trainer)
 
     def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:

@@ -52,6 +52,15 @@ UPDATE_HOOKS = (
 )
 """Further hooks between a save and the next optimizer step, which might change weights."""
 
+GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+)
+"""Hooks of callbacks and modules that might look at `grad` of parameters."""
+GRADIENT_MODULE_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+
 READS_NONE = (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -67,6 +76,9 @@ READS_NONE = (
 DECLARATION = "reads_parameters"
 """A callback or module with this attribute set to False reads no parameter in these hooks."""
 
+GRADIENT_DECLARATION = "reads_gradients"
+"""The same for `grad` of parameters."""
+
 
 def may_defer_gather(config: ParallelConfig, trainer: Trainer) -> bool:
     """Return whether parameters may still be on their way when a step has ended."""
@@ -81,6 +93,21 @@ def may_defer_gather(config: ParallelConfig, trainer: Trainer) -> bool:
             " it reads none"
         )
     return not found
+
+
+def may_fold(trainer: Trainer) -> bool:
+    """Return whether gradients may stay undivided and unclipped, since only the optimizer reads
+    them.
+    """
+    if trainer.gradient_clip_algorithm == "value":
+        return False
+    module = trainer.lightning_module
+    callbacks = [c for c in trainer.callbacks if not _is_known(c)]  # type: ignore[attr-defined]
+    hooks = (*GRADIENT_HOOKS, *GRADIENT_MODULE_HOOKS)
+    return not (
+        any(_overrides(c, Callback, GRADIENT_HOOKS, GRADIENT_DECLARATION) for c in callbacks)
+        or _overrides(module, LightningModule, hooks, GRADIENT_DECLARATION)
+    )
 
 
 def changers(trainer: Trainer) -> list[str]:
@@ -106,17 +133,23 @@ def _is_known(callback: Callback) -> bool:
     return ours and isinstance(callback, READS_NONE)
 
 
-def _overrides(owner: Any, base: type, hooks: tuple[str, ...]) -> bool:
-    if getattr(owner, DECLARATION, True) is False:
+def _overrides(
+    owner: Any, base: type, hooks: tuple[str, ...], declaration: str = DECLARATION
+) -> bool:
+    if getattr(owner, declaration, True) is False:
         return False
-    return any(hook in vars(owner) or _is_foreign(owner, base, hook) for hook in hooks)
+    # Models read no parameter; callbacks ask the strategy for gradients, which sees to them.
+    own = (
+        "megatron_lightning."
+        if declaration == GRADIENT_DECLARATION
+        else "megatron_lightning.models."
+    )
+    return any(hook in vars(owner) or _is_foreign(owner, base, hook, own) for hook in hooks)
 
 
-def _is_foreign(owner: Any, base: type, hook: str) -> bool:
-    """Whether a hook is neither Lightning's empty one nor one of this package's own modules, which
-    read no parameter.
-    """
+def _is_foreign(owner: Any, base: type, hook: str, own: str) -> bool:
+    """Whether a hook is neither Lightning's empty one nor one of this package's modules `own`."""
     method = getattr(type(owner), hook, None)
     if method is getattr(base, hook, None):
         return False
-    return not getattr(method, "__module__", "").startswith("megatron_lightning.models.")
+    return not getattr(method, "__module__", "").startswith(own)

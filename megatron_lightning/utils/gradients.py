@@ -18,10 +18,15 @@ def clip_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    scale = clip_factor(norm, max_norm)
     for (device, dtype), members in groups.items():
         exact = torch.promote_types(dtype, torch.float32)
         scale_tensors_(members, scale.to(device=device, dtype=exact))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), what clipping multiplies gradients with."""
+    return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -183,9 +183,9 @@ class Late:
         all_gather_single(self.made.data, self.made.own, group=self.made.shard.group)
 
 
-def _begin_late(made: ParameterBucket) -> None:
+def _begin_late(made: ParameterBucket, *, rounded: bool = False) -> None:
     with torch.no_grad():
-        if made.has_copies:
+        if made.has_copies and not rounded:
             made.own.copy_(made.masters)
         made.work = Late(made) if made.shard.size > 1 else None
 

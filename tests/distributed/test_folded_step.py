@@ -1,0 +1,166 @@
+"""Training with the optimizer's step as one pass, in place of division, clipping, step, rounding.
+
+The kernel needs a GPU; here a function of torch takes its place.
+"""
+
+import ctypes
+import sys
+import types
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.config import DataParallelConfig
+from megatron_lightning.layers import kernels
+from megatron_lightning.optim import adam_pass
+from megatron_lightning.runtime import folded_step
+from tests import layout_runs
+from tests.harness import run_ranks_fresh
+from tests.layout_runs import Recorder, Run, assemble, assert_same_training, train
+
+_WIDTHS = {torch.float32: (ctypes.c_float, torch.float32), torch.bfloat16: (ctypes.c_int16, None)}
+
+
+def _memory(address: int, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    kind, _ = _WIDTHS[dtype]
+    array = numpy.ctypeslib.as_array((kind * elements).from_address(address))
+    found = torch.from_numpy(array)
+    return found.view(torch.bfloat16) if dtype is torch.bfloat16 else found
+
+
+def update(
+    table: Tensor,
+    tensor_of: Tensor,
+    block_of: Tensor,
+    corrections: Tensor,
+    factor: Tensor,
+    active: Tensor,
+    **options: Any,
+) -> None:
+    """What the kernel computes, from the same arguments."""
+    if not bool(active):
+        return
+    lr, decay = options["lr"], options["weight_decay"]
+    beta1, beta2 = options["beta1"], options["beta2"]
+    for row, (first, second) in zip(table.tolist(), corrections, strict=True):
+        size = row[-1]
+        p, grad, m, v = (_memory(address, size) for address in row[:4])
+        grad = grad * factor
+        if options["decoupled"]:
+            p.mul_(1 - lr * decay)
+        else:
+            grad = grad + decay * p
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        p.sub_(lr / first * m / (v.sqrt() / second + options["eps"]))
+        if row[4]:
+            _memory(row[4], size, options["copy_dtype"]).copy_(p)
+
+
+def use_pass() -> None:
+    """In this process, as if its CPU could run the kernel."""
+    fake: Any = types.ModuleType("megatron_lightning.layers.kernels.adam")
+    fake.update, fake.BLOCK = update, 64
+    sys.modules[fake.__name__] = fake
+    kernels.adam = fake  # type: ignore[attr-defined]
+    adam_pass.can_run = lambda tensor: True
+    adam_pass.can_pass = folded_step.can_pass = lambda optimizer: True
+
+
+class Silent(Recorder):
+    """Asks the strategy alone for gradients; `grad` is gone after a step that did not need them."""
+
+    reads_gradients = False
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args)
+        if len(self.norms) - 1 not in self.run.keep_gradients and batch_closes_window(trainer):
+            assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def batch_closes_window(trainer: Any) -> bool:
+    return not trainer.fit_loop._should_accumulate()
+
+
+def train_with_pass(rank: int, world_size: int, run: Run, fold: bool) -> dict[str, Any]:
+    use_pass()
+    if fold:
+        layout_runs.Recorder = Silent
+    steps: list[bool] = []
+    before = folded_step.FoldedStep.before_step
+
+    def counted(self: Any) -> None:
+        folds = self.factor is not None
+        before(self)
+        steps.append(self.is_rounded and folds == (fold and len(steps) not in run.keep_gradients))
+
+    folded_step.FoldedStep.before_step = counted  # type: ignore[method-assign]
+    result = train(rank, world_size, run)
+    assert steps == [True] * run.steps
+    return result
+
+
+ZERO = dict(data_parallel=DataParallelConfig(sharding="optimizer"))
+BF16 = dict(precision="bf16-mixed")
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool]] = {
+    "one_fp32": (1, {}, {}, True),
+    "one_bf16": (1, {}, BF16, True),
+    "one_bf16_read": (1, {}, BF16, False),
+    "dp2_bf16_windows": (
+        2,
+        {},
+        BF16 | dict(accumulate_grad_batches=2, val_check_interval=1.0),
+        True,
+    ),
+    "zero_dp2_bf16": (2, ZERO, BF16, True),
+    "zero_dp2_fp32_read": (2, ZERO, {}, False),
+    "pp2_bf16": (2, dict(pipeline_parallel_size=2, micro_batch_size=2), BF16, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_the_same(case: str) -> None:
+    world_size, layout, trainer, fold = CASES[case]
+    run = Run(layout=layout, trainer=trainer, steps=5, keep_gradients=(1,))
+    wanted = run_ranks_fresh(train, world_size, run)
+    found = run_ranks_fresh(train_with_pass, world_size, run, fold)
+    dtype = torch.bfloat16 if trainer.get("precision") else torch.float32
+    assert_same_training(found, _as_one(wanted), dtype)
+    assert found[0]["norms"][:2] == pytest.approx(wanted[0]["norms"][:2], rel=1e-6)  # rate 0 before
+
+
+def _as_one(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    one = dict(ranks[0])
+    for key in ("initial", "final"):
+        one[key] = _whole([rank[key] for rank in ranks])
+    one["masters"] = tuple(_whole([rank["masters"][i] for rank in ranks]) for i in (0, 1))
+    one["gradients"] = {
+        step: _whole([rank["gradients"][step] for rank in ranks]) for step in one["gradients"]
+    }
+    return one
+
+
+def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: (tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t)
+        for name, t in assemble(parts).items()
+    }
+
+
+def masked_second_step(run: Run, index: int) -> dict[str, Tensor]:
+    batch = layout_runs.global_batch(Run(), index)
+    if index == 1:
+        batch["loss_mask"].zero_()
+    return batch
+
+
+def test_window_without_tokens_changes_nothing() -> None:
+    options = BF16 | dict(limit_val_batches=0, num_sanity_val_steps=0)
+    run = Run(steps=3, keep_gradients=(), make_batch=masked_second_step, trainer=options)
+    wanted = run_ranks_fresh(train, 1, run)
+    found = run_ranks_fresh(train_with_pass, 1, run, True)
+    assert_same_training(found, wanted[0], torch.bfloat16)
+    assert found[0]["norms"][1] == 0.0
