@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint import BoxedTensor
-from megatron_lightning.config import GPTConfig, PipelineConfig
+from megatron_lightning.config import GPTConfig, LoraConfig, PipelineConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.runtime.boxes import box_of
@@ -55,6 +55,8 @@ class Run:
     """Module-level function in place of `global_batch`."""
     make_data: Callable[["Run"], L.LightningDataModule] | None = None
     """Module-level function in place of `Batches`."""
+    lora: LoraConfig | None = None
+    """Adapters, which alone are trained then."""
 
 
 class TokenBatches:
@@ -158,7 +160,9 @@ def boxes(trainer: L.Trainer, what: str) -> dict[str, Any]:
     if what == "grad":
         boxed = update.gradient_boxes()
     elif what == "master":
-        boxed = {name: update.box(name, value) for name, value in update.updated().items()}
+        held = trainer.strategy.parallel_model.parameters
+        trained = {n: value for n, value in update.updated().items() if held[n].requires_grad}
+        boxed = {name: update.box(name, value) for name, value in trained.items()}
     else:
         model = trainer.strategy.parallel_model
         dtypes = model.compute_dtypes
@@ -194,6 +198,7 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         SchedulerConfig(lr_decay_style="cosine", lr_warmup_steps=3, min_lr=run.learning_rate / 10),
         loss_normalization=run.normalization,
         attention=run.attention,
+        lora=run.lora,
     )
     recorder = Recorder(run)
     options = dict(

@@ -49,9 +49,13 @@ def check_checkpoint_path(
     network, prefix = zoo.build_network("meta"), f"{zoo.network_attribute}."
     parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     buffers = frozenset(prefix + name for name in network.state_dict() if name not in parameters)
+    try:
+        elsewhere = zoo.names_elsewhere(tables.objects)
+    except ValueError as error:
+        return [f"ckpt_path={str(path)!r}: {error}"]
     problems = model_problems(
         tables.index,
-        zoo.global_shapes(),
+        {name: shape for name, shape in zoo.global_shapes().items() if name not in elsewhere},
         scope=f"model.{prefix}",
         optional=buffers,
         strict=zoo.strict_loading,

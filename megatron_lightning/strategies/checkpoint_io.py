@@ -8,7 +8,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,9 @@ def tensors_to_save(
     }
     if with_optimizer:
         assert strategy.update is not None
-        tensors |= _optimizer_tensors(strategy.update, materialise=False)
+        update = strategy.update
+        left_out = strategy.parallel_model.parameters.keys() - weights.keys()
+        tensors |= _optimizer_tensors(update, materialise=False, without_masters=left_out)
         tensors |= _histories(strategy)
     return tensors
 
@@ -151,7 +153,12 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     folder = Path(path)
     objects = store.load_objects(folder, codec=CODEC)
     stored = store.list_tensors(folder)
-    _load_model(strategy, folder, with_masters=any(name.startswith(MASTER) for name in stored))
+    _load_model(
+        strategy,
+        folder,
+        with_masters=any(name.startswith(MASTER) for name in stored),
+        elsewhere=_elsewhere(strategy, objects),
+    )
     groups = objects.pop(GROUPS, None)
     if strategy.optimizers and groups is not None:
         _load_hyper_parameters(strategy.optimizers, groups, folder)
@@ -161,7 +168,8 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
             folder, strategy.mesh.rank, strategy.mesh.world_size, strategy.root_device
         )
     elif strategy.update is not None:
-        _masters_from_weights(strategy, strategy.update, folder)
+        strategy.update.copy_from_model()
+        _masters_from_weights(strategy, strategy.update, folder, strategy.update.updated())
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
 
 
@@ -211,11 +219,15 @@ def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
     return value if info is None else box_of(value, info)
 
 
-def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[str, Tensor]:
+def _optimizer_tensors(
+    update: ParameterUpdate, *, materialise: bool, without_masters: Collection[str] = ()
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if update.has_masters:
         tensors |= {
-            MASTER + name: update.box(name, value) for name, value in update.updated().items()
+            MASTER + name: update.box(name, value)
+            for name, value in update.updated().items()
+            if value.requires_grad and name not in without_masters  # frozen ones are the weights
         }
     for index, optimizer in enumerate(update.optimizers):
         for name, state in update.state_tensors(optimizer, materialise=materialise).items():
@@ -224,13 +236,22 @@ def _optimizer_tensors(update: ParameterUpdate, *, materialise: bool) -> dict[st
     return tensors
 
 
-def _load_model(strategy: ModelStrategy, folder: Path, *, with_masters: bool) -> None:
+def _elsewhere(strategy: ModelStrategy, objects: Mapping[str, Any]) -> frozenset[str]:
+    """Parameters that a checkpoint leaves to what the module was made of (adapters alone)."""
+    module: Any = strategy.lightning_module
+    return module.names_elsewhere(objects) if hasattr(module, "names_elsewhere") else frozenset()
+
+
+def _load_model(
+    strategy: ModelStrategy, folder: Path, *, with_masters: bool, elsewhere: frozenset[str]
+) -> None:
     strategy.parallel_model.reshard()
     table = strategy.parallel_model.table
     group = _readers_of(folder, strategy)
     tensors = {
         MODEL + name: _boxed(value, table.get(name))
         for name, value in model_tensors(strategy).items()
+        if name not in elsewhere
     }
     module = strategy.lightning_module
     assert module is not None
@@ -266,8 +287,10 @@ def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
         scope=(MASTER, OPTIMIZER),
         process_group=_readers_of(folder, strategy),
     )
-    if not update.has_masters or any(name.startswith(MASTER) for name in report.missing):
-        _masters_from_weights(strategy, update, folder)
+    if not update.has_masters:
+        update.copy_from_model()
+    elif without := {n.removeprefix(MASTER) for n in report.missing if n.startswith(MASTER)}:
+        _masters_from_weights(strategy, update, folder, without)
     fresh = [name for name in report.missing if name.startswith(OPTIMIZER)]
     if fresh:
         warn_once(
@@ -282,14 +305,17 @@ def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
         update.discard_state(optimizer, names)
 
 
-def _masters_from_weights(strategy: ModelStrategy, update: ParameterUpdate, folder: Path) -> None:
-    """Take the weights for masters, as exactly as they are stored (float32 ones of a float32
-    run).
+def _masters_from_weights(
+    strategy: ModelStrategy, update: ParameterUpdate, folder: Path, names: Collection[str]
+) -> None:
+    """Take the weights for the masters of these names, as exactly as they are stored (float32 ones
+    of a float32 run).
     """
-    update.copy_from_model()
     if update.has_masters:
         tensors = {
-            MODEL + name: update.box(name, value) for name, value in update.updated().items()
+            MODEL + name: update.box(name, value)
+            for name, value in update.updated().items()
+            if name in names
         }
         group = _readers_of(folder, strategy)
         store.load(folder, tensors, strict="none", scope=MODEL, process_group=group)
