@@ -81,7 +81,8 @@ def _module(
     arguments: dict[str, Any] = (
         _like(options.like) if options.like else {"config": _gpt_config(options)}
     )
-    return arguments, GPTModel(**arguments).global_shapes()
+    model = GPTModel(**arguments)
+    return arguments, model.global_shapes() | model.buffer_shapes()
 
 
 def _gpt_config(options: Namespace) -> GPTConfig:

@@ -2,6 +2,7 @@
 the recorded logits and losses.
 """
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lightning.checkpoint import CheckpointError, list_tensors, load_metadata
-from megatron_lightning.checkpoint.convert import Conversion, convert, megatron_core, to_theirs
+from megatron_lightning.checkpoint.convert import Conversion, convert, to_theirs
 from megatron_lightning.checkpoint.convert.lazy import LazyTensor
 from megatron_lightning.checkpoint.convert.megatron_core import gpt_rules, read_weights
 from megatron_lightning.cli.main import main
@@ -24,6 +25,8 @@ from tests.harness import run_ranks_fresh
 from tests.layout_runs import Recorder, Run
 from tests.parity.mcore_cases import FOLDER, NAMES, load_case
 from tests.parity.test_mcore_strategy import RecordedBatches
+
+convert_module = importlib.import_module("megatron_lightning.checkpoint.convert.convert")
 
 
 def source(name: str) -> Path:
@@ -152,8 +155,8 @@ def test_float32_weights_are_the_masters(tmp_path: Path, monkeypatch: pytest.Mon
         moments = {f"optimizer.state.exp_avg.{name}": t for name, t in found.tensors.items()}
         return type(found)({**weights, **masters, **moments}, found.values, found.folder)
 
-    read = megatron_core.read_dcp
-    monkeypatch.setattr(megatron_core, "read_dcp", with_masters)
+    read = convert_module.read_dcp
+    monkeypatch.setattr(convert_module, "read_dcp", with_masters)
     case = load_case("gpt_rope_swiglu")
     how = Conversion(
         allow_pickle=True, hyper_parameters={"config": case.config}, dtype=torch.float32
@@ -163,7 +166,7 @@ def test_float32_weights_are_the_masters(tmp_path: Path, monkeypatch: pytest.Mon
     for key, value in case.state.items():
         assert torch.equal(state[key][tuple(slice(0, size) for size in value.shape)], value), key
     kinds = {name.partition(".")[0] for name in list_tensors(tmp_path / "new")}
-    assert kinds == {"model"}
+    assert kinds == {"model", "optimizer"}
 
 
 def test_a_name_without_a_rule_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +175,7 @@ def test_a_name_without_a_rule_is_an_error(tmp_path: Path, monkeypatch: pytest.M
         extra = {"decoder.layers.0.mlp.router.weight": LazyTensor.held(torch.ones(2))}
         return type(found)({**found.tensors, **extra}, found.values, found.folder)
 
-    read = megatron_core.read_dcp
-    monkeypatch.setattr(megatron_core, "read_dcp", with_another)
+    read = convert_module.read_dcp
+    monkeypatch.setattr(convert_module, "read_dcp", with_another)
     with pytest.raises(CheckpointError, match=r"no rule for decoder.layers.0.mlp.router.weight"):
         converted("gpt_absolute", tmp_path)

@@ -9,21 +9,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import lightning
 import torch
 
 from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.checkpoint.convert import single_file
-from megatron_lightning.checkpoint.convert.content import MASTER, MODEL, Content
+from megatron_lightning.checkpoint.convert.content import (
+    GROUPS,
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    Content,
+)
+from megatron_lightning.checkpoint.convert.lazy import LazyTensor
 from megatron_lightning.checkpoint.convert.lightning_files import (
     META,
     GroupOf,
     read_lightning_file,
     read_lightning_folder,
 )
-from megatron_lightning.checkpoint.convert.megatron_core import read_model
+from megatron_lightning.checkpoint.convert.megatron_core import weights_of
+from megatron_lightning.checkpoint.convert.megatron_state import training_state
 from megatron_lightning.checkpoint.convert.native import read_native, write_native
 from megatron_lightning.checkpoint.convert.torch_dcp import (
     TABLE,
+    DcpFolder,
+    read_dcp,
     read_dcp_content,
     write_dcp,
 )
@@ -36,6 +47,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 WRITTEN: tuple[Kind, ...] = ("native", "safetensors", "torch-dcp")
 PICKLED: tuple[Kind, ...] = ("torch-dcp", "megatron-core", "lightning")
 _NETWORK = "network."  # attribute of the module that the network is
+_HEAD = "output_layer.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +194,8 @@ def _read_megatron_core(source: Path, how: Conversion) -> Content:
     config = (how.hyper_parameters or {}).get("config")
     if not isinstance(config, GPTConfig):
         raise ValueError(f"config={config!r}: a checkpoint of Megatron-Core needs a GPTConfig")
-    renamed, masters = read_model(source, config)
+    found = read_dcp(source)
+    renamed = weights_of(found, config)
     if renamed.left:
         more = f" and {len(renamed.left) - 5} more" if len(renamed.left) > 5 else ""
         raise CheckpointError(
@@ -190,11 +203,58 @@ def _read_megatron_core(source: Path, how: Conversion) -> Content:
             f"that the config describes"
         )
     tensors = {f"{MODEL}{_NETWORK}{name}": tensor for name, tensor in renamed.tensors.items()}
-    tensors |= {f"{MASTER}{_NETWORK}{name}": tensor for name, tensor in masters.items()}
+    objects: dict[str, Any] = {}
+    if not how.weights_only:
+        state, objects = _training_state(found, config)
+        tensors |= state
     if config.tie_word_embeddings:
-        for kind in (MODEL, MASTER):
-            tensors.pop(f"{kind}{_NETWORK}output_layer.weight", None)
-    return Content(origin=str(source), tensors=tensors, objects={}, metadata={})
+        tensors = {n: t for n, t in tensors.items() if not n.endswith(f"{_NETWORK}{_HEAD}")}
+    step = objects.get("global_step")
+    metadata = {} if step is None else {"global_step": step}
+    return Content(origin=str(source), tensors=tensors, objects=objects, metadata=metadata)
+
+
+def _training_state(
+    found: DcpFolder, config: GPTConfig
+) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """Tensors of the optimizer, and objects with which a Trainer goes on from there: its step,
+    learning-rate schedule, and groups whose hyper-parameters are those of the run that goes on.
+    """
+    state = training_state(found, config)
+    tensors = {f"{MASTER}{_NETWORK}{name}": tensor for name, tensor in state.masters.items()}
+    if not state.moments:
+        return tensors, {}
+    for kind, moments in state.moments.items():
+        tensors |= {f"{OPTIMIZER}0.{kind}.{_NETWORK}{n}": tensor for n, tensor in moments.items()}
+    objects: dict[str, Any] = {
+        GROUPS: [[{"name": "decay"}, {"name": "no_decay"}]],
+        "lr_schedulers": [],
+        "pytorch-lightning_version": lightning.__version__,
+    }
+    if state.step is not None:
+        step = LazyTensor.held(torch.tensor(float(state.step)))
+        names = next(iter(state.moments.values()))
+        tensors |= {f"{OPTIMIZER}0.step.{_NETWORK}{name}": step for name in names}
+        done = {"ready": state.step, "completed": state.step}
+        objects |= {
+            "epoch": 0,
+            "global_step": state.step,
+            "lr_schedulers": [{"last_epoch": state.step, "step_count": state.step + 1}],
+            "loops": {"fit_loop": _progress(done)},
+        }
+    return tensors, CODEC.encode(objects).tree
+
+
+def _progress(done: dict[str, int]) -> dict[str, Any]:
+    """Lightning's record of so many optimizer steps."""
+    both = {"current": done, "total": done}
+    steps = {"step": both, "zero_grad": {k: {**done, "started": done["ready"]} for k in both}}
+    return {
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": steps},
+        "epoch_loop.scheduler_progress": both,
+        "epoch_loop.state_dict": {"_batches_that_stepped": done["ready"]},
+        "state_dict": {},
+    }
 
 
 def _prepare(content: Content, how: Conversion, wanted: Kind) -> Content:

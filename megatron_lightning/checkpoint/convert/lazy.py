@@ -47,6 +47,36 @@ class LazyTensor:
         rows = min(rows, self.shape[0])
         return LazyTensor((rows, *self.shape[1:]), self.dtype, self.part)
 
+    def unflatten(self, dim: int, count: int) -> LazyTensor:
+        """Dim `dim` as `count` equal parts, a dim of their own before it."""
+        rows = self.shape[dim] // count
+
+        def part(box: Box) -> Tensor:
+            begin, size = box.offsets[dim], box.sizes[dim]
+            inner = [
+                Box(
+                    (*box.offsets[:dim], i * rows + box.offsets[dim + 1], *box.offsets[dim + 2 :]),
+                    (*box.sizes[:dim], *box.sizes[dim + 1 :]),
+                )
+                for i in range(begin, begin + size)
+            ]
+            return torch.stack([self.part(one) for one in inner], dim=dim)
+
+        shape = (*self.shape[:dim], count, rows, *self.shape[dim + 1 :])
+        return LazyTensor(shape, self.dtype, part)
+
+    @classmethod
+    def stack(cls, parts: Sequence[LazyTensor]) -> LazyTensor:
+        """Equal tensors as the entries of a new dim 0."""
+        held = list(parts)
+
+        def part(box: Box) -> Tensor:
+            inner = Box(box.offsets[1:], box.sizes[1:])
+            begin, size = box.offsets[0], box.sizes[0]
+            return torch.stack([one.part(inner) for one in held[begin : begin + size]])
+
+        return cls((len(held), *held[0].shape), held[0].dtype, part)
+
     @classmethod
     def computed(
         cls, parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor]

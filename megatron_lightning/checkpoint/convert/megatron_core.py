@@ -1,8 +1,9 @@
 """The names of a Megatron-Core GPT and those of ours: one table.
 
 Ours follow Megatron-Core, so most rules are about shapes: a gated first layer is stacked in two
-halves, the vocabulary is padded, layers may be stacked into one tensor, and Transformer Engine
-keeps a norm's weight with the linear layer that follows it.
+halves, the vocabulary is padded, layers may be stacked into one tensor, Transformer Engine keeps a
+norm's weight with the linear layer that follows it, and experts are one tensor or one each
+(`singleton_local_shards`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_lightning.checkpoint.convert.rules import (
     Same,
     Stacked,
     Unflatten,
+    Values,
     to_ours,
 )
 from megatron_lightning.checkpoint.convert.torch_dcp import DcpFolder, read_dcp
@@ -31,13 +33,21 @@ IGNORED = (
     "optimizer.*",
     "chained_*",
     "opt_param_*",
+    "*.router.local_tokens_per_expert",
+    "*.router.global_tokens_per_expert",
+    "*.router.ga_steps",
 )
-"""Names in a checkpoint that are no weights: state of kernels and generators, optimizers."""
-MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
-"""What the float32 masters' names begin with, in the formats that keep them by parameter."""
+"""Names in a checkpoint that are no weights: state of kernels, generators, optimizers; counts."""
 LAYER_NAMES = ("decoder.layers.{layer}.", "decoder.layers.")
 """Each layer by itself, and all of them stacked in one tensor."""
-_PREFIXES = ("", "model.", "module.", "model0.")
+_PREDICTION = "mtp.layers.{layer}."
+_PREDICTION_LAYERS = ("transformer_layer.", "mtp_model_layer.")
+"""How versions call the layer of a depth of multi-token prediction."""
+MODEL_PREFIXES = ("", "model.", "module.", "model0.")
+"""What holds the model there."""
+
+_Entry = tuple[str, str | tuple[str, ...], Values]
+"""Ours, theirs, values: names within a layer."""
 
 
 def gpt_rules(config: GPTConfig) -> list[Rule]:
@@ -54,8 +64,28 @@ def gpt_rules(config: GPTConfig) -> list[Rule]:
             "decoder.final_layernorm.bias",
         )
     ]
-    gated = Unflatten(2) if config.gated_linear_unit else Same()
-    layer = "decoder.layers.{layer}."
+    for ours, theirs, values in _layer(config):
+        names: tuple[str, ...] = (theirs,) if isinstance(theirs, str) else theirs
+        by_itself = any("{expert}" in name for name in names)
+        for there in LAYER_NAMES[:1] if by_itself else LAYER_NAMES:
+            rules.append(_rule(LAYER_NAMES[0], ours, there, names, values))
+        for there in _PREDICTION_LAYERS if config.multi_token_prediction is not None else ():
+            within = _PREDICTION + "mtp_model_layer."
+            rules.append(_rule(within, ours, _PREDICTION + there, names, values))
+    if config.multi_token_prediction is not None:
+        parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        for part in (f"{part}.{kind}" for part in parts for kind in ("weight", "bias")):
+            rules.append(Rule(ours=_PREDICTION + part, theirs=_PREDICTION + part))
+    return rules
+
+
+def _rule(here: str, ours: str, there: str, names: tuple[str, ...], values: Values) -> Rule:
+    return Rule(ours=here + ours, theirs=tuple(there + name for name in names), values=values)
+
+
+def _layer(config: GPTConfig) -> list[_Entry]:
+    """A layer with whatever it may have; what isn't there matches nothing."""
+    found: list[_Entry] = []
     for kind in ("weight", "bias"):
         same = (
             f"input_layernorm.{kind}",
@@ -64,27 +94,78 @@ def gpt_rules(config: GPTConfig) -> list[Rule]:
             f"self_attention.q_layernorm.{kind}",
             f"self_attention.k_layernorm.{kind}",
             f"pre_mlp_layernorm.{kind}",
-            f"mlp.linear_fc2.{kind}",
         )
-        pairs = [(name, name, Same()) for name in same]
-        pairs += [
-            (f"mlp.linear_fc1.{kind}", f"mlp.linear_fc1.{kind}", gated),
-            (
-                f"input_layernorm.{kind}",
-                f"self_attention.linear_qkv.layer_norm_{kind}",
-                Same(),
-            ),
-            (f"pre_mlp_layernorm.{kind}", f"mlp.linear_fc1.layer_norm_{kind}", Same()),
+        found += [(name, name, Same()) for name in same]
+        found += [
+            (f"{norm}.{kind}", f"{linear}.layer_norm_{kind}", Same())
+            for norm, linear in (
+                ("input_layernorm", "self_attention.linear_qkv"),
+                ("pre_mlp_layernorm", "mlp.linear_fc1"),
+            )
         ]
-        for ours, theirs, values in pairs:
-            for there in LAYER_NAMES:
-                rules.append(Rule(ours=layer + ours, theirs=there + theirs, values=values))
-        if config.gated_linear_unit:
-            fc1 = f"mlp.linear_fc1.{kind}"
-            for there in LAYER_NAMES:
-                halves = (f"{there}{fc1}_w", f"{there}{fc1}_v")
-                rules.append(Rule(ours=layer + fc1, theirs=halves, values=Stacked(2)))
-    return rules
+        found += _mlp("mlp", kind, config)
+    if config.latent_attention is not None:
+        found += _latent_attention()
+    if config.moe is not None:
+        found += _experts(config)
+    return found
+
+
+def _mlp(path: str, kind: str, config: GPTConfig) -> list[_Entry]:
+    """The halves of a gated first layer are in one tensor, or apart."""
+    fc1, fc2 = f"{path}.linear_fc1.{kind}", f"{path}.linear_fc2.{kind}"
+    found: list[_Entry] = [(fc2, fc2, Same())]
+    if not config.gated_linear_unit:
+        return [*found, (fc1, fc1, Same())]
+    return [*found, (fc1, fc1, Unflatten(2)), (fc1, (f"{fc1}_w", f"{fc1}_v"), Stacked(2))]
+
+
+def _latent_attention() -> list[_Entry]:
+    """The norms of the two small vectors are apart, or with the projection that follows."""
+    names = [
+        *(f"linear_{name}_proj.weight" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")),
+        "kv_layernorm.weight",
+        "kv_layernorm.bias",
+    ]
+    found: list[_Entry] = [(f"self_attention.{n}", f"self_attention.{n}", Same()) for n in names]
+    found += [
+        (
+            f"self_attention.{x}_layernorm.{k}",
+            f"self_attention.linear_{x}_up_proj.layer_norm_{k}",
+            Same(),
+        )
+        for x in ("q", "kv")
+        for k in ("weight", "bias")
+    ]
+    return found
+
+
+def _experts(config: GPTConfig) -> list[_Entry]:
+    """Router, experts, and what goes beside them."""
+    found: list[_Entry] = [
+        (f"mlp.router.{name}", f"mlp.router.{name}", Same())
+        for name in ("weight", "bias", "expert_bias")
+    ]
+    found.append(("mlp.shared_expert_gate.weight", "mlp.shared_experts.gate_weight", Same()))
+    found += [
+        ("mlp.latent_down.weight", "mlp.fc1_latent_proj.weight", Same()),
+        ("mlp.latent_up.weight", "mlp.fc2_latent_proj.weight", Same()),
+    ]
+    for kind in ("weight", "bias"):
+        found += _mlp("mlp.shared_experts", kind, config)
+        one, each = "mlp.experts.experts.", "mlp.experts.experts.{expert}."
+        fc1, fc2 = f"linear_fc1.{kind}", f"linear_fc2.{kind}"
+        gated = config.gated_linear_unit
+        found += [
+            (f"mlp.experts.{fc1}", one + fc1, Unflatten(2, dim=1) if gated else Same()),
+            (f"mlp.experts.{fc2}", one + fc2, Same()),
+            (f"mlp.experts.{fc2}", each + fc2, Same()),
+            (f"mlp.experts.{fc1}", each + fc1, Unflatten(2) if gated else Same()),
+        ]
+        if gated:
+            halves = (f"{each}{fc1}_w", f"{each}{fc1}_v")
+            found.append((f"mlp.experts.{fc1}", halves, Stacked(2)))
+    return found
 
 
 def read_weights(folder: Path, config: GPTConfig) -> Renamed:
@@ -92,27 +173,20 @@ def read_weights(folder: Path, config: GPTConfig) -> Renamed:
     return weights_of(read_dcp(folder), config)
 
 
-def read_model(folder: Path, config: GPTConfig) -> tuple[Renamed, dict[str, LazyTensor]]:
-    """Weights, and the float32 masters of those for which the optimizer has some."""
-    found = read_dcp(folder)
-    for prefix in MASTERS:
-        masters = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in found.tensors.items()
-            if name.startswith(prefix)
-        }
-        if masters:
-            return weights_of(found, config), to_ours(gpt_rules(config), masters).tensors
-    return weights_of(found, config), {}
-
-
-def weights_of(found: DcpFolder, config: GPTConfig) -> Renamed:
-    """The same of a folder whose table has been read."""
+def bare_weights(found: DcpFolder) -> dict[str, LazyTensor]:
+    """Weights by the names of Megatron-Core's GPTModel, without those of what holds it."""
     tensors = dict(found.tensors)
-    prefix = next((p for p in _PREFIXES if f"{p}embedding.word_embeddings.weight" in tensors), "")
-    bare: Mapping[str, LazyTensor] = {
+    prefix = next(
+        (p for p in MODEL_PREFIXES if f"{p}embedding.word_embeddings.weight" in tensors), ""
+    )
+    return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
         if not any(fnmatchcase(name, glob) for glob in IGNORED)
     }
+
+
+def weights_of(found: DcpFolder, config: GPTConfig) -> Renamed:
+    """The same of a folder whose table has been read."""
+    bare: Mapping[str, LazyTensor] = bare_weights(found)
     return to_ours(gpt_rules(config), bare)

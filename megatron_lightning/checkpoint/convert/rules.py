@@ -3,7 +3,8 @@ ways.
 
 A rule pairs a name here with one or several names there, and says how the values correspond.
 `{word}` in a name stands for one part between dots, the same on both sides. A word that only occurs
-here is dim 0 of the tensor there (layers stored as one stacked tensor).
+here is dim 0 of the tensor there (layers stored as one stacked tensor), and one that only occurs
+there is dim 0 of the tensor here (each expert by itself).
 
     Rule(ours="decoder.layers.{layer}.mlp.linear_fc1.weight",
          theirs="decoder.layers.{layer}.mlp.linear_fc1.weight", values=Unflatten(2))
@@ -12,36 +13,37 @@ here is dim 0 of the tensor there (layers stored as one stacked tensor).
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint.convert.lazy import LazyTensor
+from megatron_lightning.checkpoint.errors import CheckpointError
 
 _WORD = re.compile(r"\{(\w+)\}")
 
 
-class Values(Protocol):
+class Values(ABC):
     """How the values of the tensors there and of the one here correspond."""
 
-    def to_ours(self, theirs: list[Tensor]) -> Tensor:
-        """Our tensor from theirs; must work on the meta device too."""
-        ...
+    @abstractmethod
+    def to_ours(self, theirs: list[LazyTensor]) -> LazyTensor:
+        """Our tensor from theirs, read part by part."""
 
+    @abstractmethod
     def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        """The inverse, up to padding."""
-        ...
+        """The inverse, up to padding; must work on the meta device too."""
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(Values):
     """The same values in the same shape."""
 
-    def to_ours(self, theirs: list[Tensor]) -> Tensor:
+    def to_ours(self, theirs: list[LazyTensor]) -> LazyTensor:
         """The only tensor."""
         (tensor,) = theirs
         return tensor
@@ -52,30 +54,31 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Unflatten:
-    """Dim 0 there is `count` equal parts one after the other, a dim of its own here."""
+class Unflatten(Values):
+    """A dim there is `count` equal parts one after the other, a dim of its own here."""
 
     count: int
+    dim: int = 0
 
-    def to_ours(self, theirs: list[Tensor]) -> Tensor:
-        """(count * F, ...) -> (count, F, ...)."""
+    def to_ours(self, theirs: list[LazyTensor]) -> LazyTensor:
+        """(..., count * F, ...) -> (..., count, F, ...)."""
         (tensor,) = theirs
-        return tensor.unflatten(0, (self.count, -1))
+        return tensor.unflatten(self.dim, self.count)
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        """(count, F, ...) -> (count * F, ...)."""
-        return [ours.flatten(0, 1)]
+        """(..., count, F, ...) -> (..., count * F, ...)."""
+        return [ours.flatten(self.dim, self.dim + 1)]
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Values):
     """Several equal tensors there are the entries of dim 0 here."""
 
     count: int
 
-    def to_ours(self, theirs: list[Tensor]) -> Tensor:
+    def to_ours(self, theirs: list[LazyTensor]) -> LazyTensor:
         """`count` times (F, ...) -> (count, F, ...)."""
-        return torch.stack(theirs)
+        return LazyTensor.stack(theirs)
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]:
         """(count, F, ...) -> `count` times (F, ...)."""
@@ -83,17 +86,17 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Values):
     """The first `count` rows there; what follows is padding, and comes back as zeros."""
 
     count: int
     padded: int = 0
     """Rows there; 0: no padding."""
 
-    def to_ours(self, theirs: list[Tensor]) -> Tensor:
+    def to_ours(self, theirs: list[LazyTensor]) -> LazyTensor:
         """(padded, ...) -> (count, ...)."""
         (tensor,) = theirs
-        return tensor[: self.count]
+        return tensor.first(self.count)
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]:
         """(count, ...) -> (padded, ...)."""
@@ -117,11 +120,19 @@ class Rule:
     @property
     def stacked(self) -> str | None:
         """The word that is dim 0 there."""
-        here, there = _WORD.findall(self.ours), _WORD.findall(self.names[0])
-        only = [word for word in here if word not in there]
-        if len(only) > 1:
-            raise ValueError(f"{self.ours!r}: {only} occur on one side only; at most one may")
-        return only[0] if only else None
+        return _only_word(self.ours, self.names[0])
+
+    @property
+    def gathered(self) -> str | None:
+        """The word that is dim 0 here."""
+        return _only_word(self.names[0], self.ours)
+
+
+def _only_word(one: str, other: str) -> str | None:
+    only = [word for word in _WORD.findall(one) if word not in _WORD.findall(other)]
+    if len(only) > 1:
+        raise ValueError(f"{one!r}: {only} occur on one side only; at most one may")
+    return only[0] if only else None
 
 
 @dataclass(frozen=True)
@@ -140,14 +151,22 @@ def to_ours(rules: Sequence[Rule], theirs: Mapping[str, LazyTensor]) -> Renamed:
     made: dict[str, LazyTensor] = {}
     used: set[str] = set()
     for rule in rules:
+        gathered: dict[str, dict[int, LazyTensor]] = defaultdict(dict)
         for words in _matches(rule.names[0], theirs):
             names = [name.format(**words) for name in rule.names]
             if any(name not in theirs for name in names):
                 continue
             parts = [theirs[name] for name in names]
+            if rule.gathered is not None:
+                one = rule.values.to_ours(parts)
+                gathered[rule.ours.format(**words)][int(words[rule.gathered])] = one
             for ours, selected in _unstacked(rule, words, parts):
-                made.setdefault(ours, LazyTensor.computed(selected, rule.values.to_ours))
+                made.setdefault(ours, rule.values.to_ours(selected))
             used.update(names)
+        for ours, entries in gathered.items():
+            if sorted(entries) != list(range(len(entries))):
+                raise CheckpointError(f"{rule.names[0]}: there are only {sorted(entries)} of them")
+            made.setdefault(ours, LazyTensor.stack([entries[i] for i in range(len(entries))]))
     return Renamed(made, tuple(sorted(set(theirs) - used)))
 
 
@@ -157,22 +176,32 @@ def to_theirs(rules: Sequence[Rule], ours: Mapping[str, LazyTensor]) -> Renamed:
     used: set[str] = set()
     stacks: dict[tuple[str, int], dict[int, LazyTensor]] = defaultdict(dict)
     for rule in rules:
-        for words in _matches(rule.ours, ours):
-            name = rule.ours.format(**words)
+        for found in _matches(rule.ours, ours):
+            name = rule.ours.format(**found)
             if name in used:
                 continue
             used.add(name)
-            for index, template in enumerate(rule.names):
-                part = LazyTensor.computed([ours[name]], _entry(rule.values, index))
-                if rule.stacked is None:
-                    made[template.format(**words)] = part
-                else:
-                    others = {k: v for k, v in words.items() if k != rule.stacked}
-                    key = (template.format(**others), index)
-                    stacks[key][int(words[rule.stacked])] = part
+            for words, tensor in _scattered(rule, found, ours[name]):
+                for index, template in enumerate(rule.names):
+                    part = LazyTensor.computed([tensor], _entry(rule.values, index))
+                    if rule.stacked is None:
+                        made[template.format(**words)] = part
+                    else:
+                        others = {k: v for k, v in words.items() if k != rule.stacked}
+                        key = (template.format(**others), index)
+                        stacks[key][int(words[rule.stacked])] = part
     for (name, _), layers in stacks.items():
-        made[name] = LazyTensor.computed([layers[i] for i in sorted(layers)], torch.stack)
+        made[name] = LazyTensor.stack([layers[i] for i in sorted(layers)])
     return Renamed(made, tuple(sorted(set(ours) - used)))
+
+
+def _scattered(
+    rule: Rule, words: dict[str, str], tensor: LazyTensor
+) -> list[tuple[dict[str, str], LazyTensor]]:
+    """The entries of dim 0, where each is a tensor there."""
+    if rule.gathered is None:
+        return [(words, tensor)]
+    return [({**words, rule.gathered: str(i)}, tensor.select(i)) for i in range(tensor.shape[0])]
 
 
 class _Entry:
@@ -202,6 +231,8 @@ def _matches(template: str, names: Iterable[str]) -> list[dict[str, str]]:
 def _unstacked(
     rule: Rule, words: Mapping[str, str], parts: list[LazyTensor]
 ) -> list[tuple[str, list[LazyTensor]]]:
+    if rule.gathered is not None:
+        return []
     if rule.stacked is None:
         return [(rule.ours.format(**words), parts)]
     count = parts[0].shape[0] if parts[0].shape else 0

@@ -122,6 +122,7 @@ def _tensor(
         properties.state[0] if isinstance(properties.state, tuple) else properties.field("dtype")
     )
     chunks = []
+    last: list[tuple[_Place, Tensor]] = []  # a large archive is asked for in parts
     for chunk in entry.field("chunks"):
         box = Box(tuple(chunk.field("offsets")), tuple(chunk.field("sizes")))
         place = places.get((name, box.offsets)) or (
@@ -141,7 +142,9 @@ def _tensor(
             common = held.intersect(box)
             if common is None:
                 continue
-            stored = _load(folder, place, name)
+            if not last or last[0][0] != place:
+                last[:] = [(place, _load(folder, place, name))]
+            stored = last[0][1]
             if not isinstance(stored, Tensor) or stored.numel() != held.numel:
                 raise CheckpointError(
                     f"{folder / place.file}: {name} at {list(held.offsets)} is not a tensor of "
@@ -150,6 +153,8 @@ def _tensor(
             inside = common.shift(held.offsets, sign=-1).slices()
             view = target[common.shift(box.offsets, sign=-1).slices()]
             view.copy_(stored.reshape(held.sizes)[inside])
+            if common == held:
+                last.clear()  # all of it was given
         return target
 
     return LazyTensor(shape, dtype, part)
