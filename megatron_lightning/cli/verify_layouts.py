@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.config.context import ContextConfig, ContextForm
+from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -21,9 +23,14 @@ SIZES = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "mb": "micro_batch_size",
 }
-WORDS = "sp, zero1, fsdp, recompute, a schedule (zb-h1), or a form of context parallelism (ring)"
+WORDS = (
+    "sp, zero1, fsdp, recompute, a schedule (zb-h1), a form of context parallelism (ring), or"
+    " gather-tokens"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +50,15 @@ class Candidate:
 def parse_layout(text: str, base: ParallelConfig) -> Candidate:
     """A candidate from a string such as "tp2+sp+pp2+vp2+dp2".
 
-    Sizes: tp, pp, cp, dp, vp (virtual stages), mb (micro-batch); words: sp, zero1, fsdp, recompute
-    (whole layers), a schedule's or a context form's name. What is not named is off; everything else
-    (buckets, seed) is `base`'s. UserError says what is wrong with a part.
+    Sizes: tp, pp, cp, dp, vp (virtual stages), ep, etp (as tp unless given), mb (micro-batch);
+    words: sp, zero1, fsdp, recompute (whole layers), a schedule's or a context form's name,
+    gather-tokens (the dispatcher of experts). What is not named is off, dp is what ep needs;
+    everything else (buckets, seed) is `base`'s. UserError says what is wrong with a part.
     """
     sizes: dict[str, int] = {}
     words: list[str] = []
     for part in text.lower().split("+"):
-        found = re.fullmatch(r"(tp|pp|cp|dp|vp|mb)(\d+)", part.strip())
+        found = re.fullmatch(r"(tp|pp|cp|dp|vp|mb|ep|etp)(\d+)", part.strip())
         if found is None:
             words.append(part.strip())
         elif found[1] in sizes:
@@ -62,11 +70,15 @@ def parse_layout(text: str, base: ParallelConfig) -> Candidate:
     changes: dict[str, Any] = {field: sizes.get(key, 1) for key, field in SIZES.items()}
     changes["micro_batch_size"] = sizes.get("mb", base.micro_batch_size)
     changes["sequence_parallel"] = False
+    changes["expert_tensor_parallel_size"] = sizes.get("etp")
+    expert = ExpertConfig()
     pipeline = PipelineConfig(virtual_pipeline_size=sizes.get("vp", 1))
     context, sharding, recompute = ContextConfig(), "none", RecomputeConfig()
     for word in words:
         if word == "sp":
             changes["sequence_parallel"] = True
+        elif word == "gather-tokens":
+            expert = ExpertConfig(dispatcher="all_gather")
         elif word in ("zero1", "fsdp"):
             sharding = "optimizer" if word == "zero1" else "fsdp"
         elif word == "recompute":
@@ -77,7 +89,8 @@ def parse_layout(text: str, base: ParallelConfig) -> Candidate:
             context = ContextConfig(form=cast(ContextForm, word))
         else:
             raise UserError(
-                f"layout {text!r}: {word!r} is unknown; join sizes (tp2, pp2, cp2, dp2, vp2, mb1)"
+                f"layout {text!r}: {word!r} is unknown; join sizes (tp2, pp2, cp2, dp2, vp2, ep2,"
+                f" etp1, mb1)"
                 f" and words ({WORDS}) by '+'"
             )
     parallel = dataclasses.replace(
@@ -85,10 +98,13 @@ def parse_layout(text: str, base: ParallelConfig) -> Candidate:
         **changes,
         pipeline=pipeline,
         context=context,
+        expert=expert,
         recompute=recompute,
         data_parallel=dataclasses.replace(base.data_parallel, sharding=sharding, replicas=1),
     )
-    world_size = parallel.model_parallel_size * sizes.get("dp", 1)
+    dense, experts = parallel.model_parallel_size, parallel.expert_model_size
+    least = math.lcm(dense, experts) // dense if parallel.folds_experts else 1
+    world_size = dense * sizes.get("dp", least)
     return Candidate(name=text, parallel=parallel, world_size=world_size)
 
 
@@ -118,6 +134,11 @@ def one_dimension_at_a_time(target: ParallelConfig, world_size: int) -> list[Can
         size = target.context_parallel_size
         name = f"cp{size}+{target.context.form}"
         add(name, size, context_parallel_size=size, context=target.context)
+    if target.folds_experts:
+        size, columns = target.expert_parallel_size, target.expert_tensor_size
+        name = f"ep{size}" + (f"+etp{columns}" if columns > 1 else "")
+        changes = dict(expert_parallel_size=size, expert_tensor_parallel_size=columns)
+        add(name, size * columns, **changes, expert=target.expert)
     if data > 1:
         add(f"dp{data}", data)
     if target.data_parallel.sharding != "none" and replicas > 1:
@@ -137,6 +158,9 @@ def alone_config(target: ParallelConfig) -> ParallelConfig:
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         context_parallel_size=1,
+        expert_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        expert=ExpertConfig(),
         sequence_parallel=False,
         pipeline=PipelineConfig(),
         context=ContextConfig(),
