@@ -20,8 +20,27 @@ from tests.layout_runs import make_strategy
 
 LOCAL = Path(__file__).parent / "data" / "hf"
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "models"
-LOCAL_NAMES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
-GOLDEN_NAMES = ("gemma2", "gemma3_text", "gpt2", "llama", "phi3", "qwen2", "qwen3")
+LOCAL_NAMES = (
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+GOLDEN_NAMES = (
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "llama",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 LOGITS, TRAINING = 1e-4, 1e-3
 """Tolerances that the rounding of float32 asks for (see the README of the recorded models)."""
 

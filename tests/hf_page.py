@@ -13,6 +13,7 @@ from tests.parity.test_hf_models import LAYOUTS, SLOW
 PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
 BEGIN, END = "<!-- written by tests/hf_page.py -->\n", "<!-- end -->\n"
 TITLES = {
+    "deepseek_v3": "DeepSeek-V3, R1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
     "gpt2": "GPT-2",

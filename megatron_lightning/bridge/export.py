@@ -29,11 +29,11 @@ from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import DTYPES
 from megatron_lightning.bridge.source_config import SourceConfig
 from megatron_lightning.bridge.verify import verify_logits, verify_tensors
+from megatron_lightning.bridge.weights import wanted_shapes
 from megatron_lightning.bridge.writing import Export, Held, Shares, begin_folder
 from megatron_lightning.checkpoint import Box, BoxedTensor
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.checkpoint.sharing import shares
-from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.models import MegatronModule
 from megatron_lightning.runtime.boxes import box_of
@@ -166,11 +166,10 @@ def begin_export(
     """
     record = record_of(module)
     family, fields = target_of(module, options.architecture)
-    prefix = f"{module.network_attribute}."
-    shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
-    shapes = {n: shape for n, shape in shapes.items() if not is_adapter(n)}
-    table = apply_rules(family.rules(_config_of(module)), shapes)
+    table = apply_rules(family.rules(_config_of(module)), wanted_shapes(module, family))
     dtypes = _dtypes(table, held, record, options.dtype, ranks)
+    if options.dtype is not None:  # buffers keep theirs
+        dtypes |= {n: torch.float32 for n in dtypes if family.stays_float32(n)}
     bare = record is not None and record.bare and family.model_type == record.config["model_type"]
     names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
     entries = {names[n]: (dtypes[n], shape) for n, shape in table.theirs.items()}
@@ -191,6 +190,7 @@ def begin_export(
     try:
         files = plan_files(folder, entries, options.max_shard_bytes)
         mine = held.share(ranks) if mine is None else mine
+        mine = {name: boxes for name, boxes in mine.items() if name in table.entries}
         writing = Export(path=path, files=files, table=table, names=names, mine=mine)
         ranks.broadcast("laying out files", files.create)
         ranks.broadcast("laying out files", lambda: writing.describe(fields, source, card))
@@ -208,7 +208,7 @@ def held_boxes(module: MegatronModule) -> tuple[RankBoxes, bool]:
     model = _cut_model(strategy)
     if model is None:
         module.built_network()
-        whole = module.canonical_parameters()
+        whole = {**module.canonical_parameters(), **module.canonical_buffers()}
         boxes = {n.removeprefix(prefix): BoxedTensor.of(p.detach()) for n, p in whole.items()}
         return RankBoxes(boxes), False
     if strategy.update is not None:
@@ -217,6 +217,8 @@ def held_boxes(module: MegatronModule) -> tuple[RankBoxes, bool]:
         name.removeprefix(prefix): BoxedTensor.of(box_of(parameter.detach(), model.table[name]))
         for name, parameter in model.parameters.items()
     }
+    buffers = module.canonical_buffers().items()
+    boxes |= {n.removeprefix(prefix): BoxedTensor.of(buffer) for n, buffer in buffers}
     dtypes = {name.removeprefix(prefix): dtype for name, dtype in model.compute_dtypes.items()}
     return RankBoxes(boxes, dtypes), True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from megatron_lightning.bridge.mapping import Rule
@@ -18,6 +19,16 @@ TRAINING_FIELDS = (
     "make_vocab_size_divisible_by",
 )
 """Fields of a GPTConfig that change no logits of a given set of weights."""
+
+TRAINING_MOE_FIELDS = (
+    "load_balancing",
+    "aux_loss_coeff",
+    "z_loss_coeff",
+    "expert_bias_update_rate",
+    "input_jitter",
+    "router_dtype",
+)
+"""The same of its MoEConfig."""
 
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -49,6 +60,14 @@ class Family(ABC):
     @abstractmethod
     def rules(self, config: GPTConfig) -> Sequence[Rule]:
         """The table of tensors."""
+
+    def left_out(self, config: GPTConfig, name: str) -> bool:
+        """Whether a tensor of a file belongs to no parameter of this config and may be passed by."""
+        return False
+
+    def stays_float32(self, name: str) -> bool:
+        """Whether a tensor there is float32 whatever dtype the model has."""
+        return False
 
     def config_json(self, config: GPTConfig) -> dict[str, Any]:
         """A whole config.json but for the dtype, in the spelling that transformers 4.x and 5.x
@@ -85,12 +104,33 @@ def computed_fields(config: GPTConfig) -> dict[str, Any]:
     del fields["window_size"], fields["window_pattern"]
     fields["windows"] = [config.window_of(layer) for layer in range(config.num_layers)]
     fields["add_qkv_bias"] = config.add_qkv_bias or config.add_bias_linear
+    fields["moe"] = _computed_moe(config)
+    fields["multi_token_prediction"] = config.prediction_depths
     local = config.attention.local_rotary
     fields["attention"] = {
         **fields["attention"],
         "scale_dim": config.attention.scale_dim or config.head_dim,
         "local_rotary": local if any(fields["windows"]) and local != config.rotary else None,
     }
+    return fields
+
+
+def _computed_moe(config: GPTConfig) -> dict[str, Any] | None:
+    """The same of experts: which layers have them, and nothing of what only balances load."""
+    moe = config.moe
+    if moe is None or not config.num_moe_layers:
+        return None
+    fields = {k: v for k, v in asdict(moe).items() if k not in TRAINING_MOE_FIELDS}
+    del fields["first_dense_layers"], fields["layer_pattern"]
+    fields["layers"] = [config.is_moe_layer(layer) for layer in range(config.num_layers)]
+    fields["ffn_hidden_size"] = moe.ffn_hidden_size or config.ffn_hidden_size
+    if moe.load_balancing in ("sinkhorn", "forced"):
+        fields["load_balancing"] = moe.load_balancing
+    groups = moe.router_num_groups if moe.router_num_groups > 1 else 0
+    fields["router_num_groups"] = groups
+    best = moe.router_group_best or moe.router_topk // max(1, moe.router_group_topk)
+    fields["router_group_best"] = best if groups else 0
+    fields["router_group_topk"] = moe.router_group_topk if groups else 0
     return fields
 
 

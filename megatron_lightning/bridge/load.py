@@ -19,8 +19,7 @@ from megatron_lightning.bridge.hf import family_named
 from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import DTYPES, StoredTensor
 from megatron_lightning.bridge.source_config import SourceConfig
-from megatron_lightning.bridge.weights import match_weights
-from megatron_lightning.config.lora import is_adapter
+from megatron_lightning.bridge.weights import match_weights, wanted_shapes
 from megatron_lightning.models import GPTModel, MegatronModule
 
 M = TypeVar("M", bound=MegatronModule)
@@ -55,9 +54,7 @@ def from_hf(
         ignored=family.ignored,
     )
     module = model_class(config, **arguments)  # type: ignore[call-arg] - a GPTModel or like it
-    prefix = f"{module.network_attribute}."
-    shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
-    shapes = {n: shape for n, shape in shapes.items() if not is_adapter(n)}
+    shapes = wanted_shapes(module, family)
     module.initial_values = match_weights(family, config, shapes, tensors, str(folder.path))
     record = _record(folder, values, tensors, bare)
     module.source_record = replace(record, joined=joined_layers(module, family)).to_dict()

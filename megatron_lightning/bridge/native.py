@@ -5,7 +5,7 @@ memory, a box at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def import_checkpoint(
     prefix = f"{model.network_attribute}."
     tensors = {
         MODEL + name: _lazy(weights, name.removeprefix(prefix), shape)
-        for name, shape in model.global_shapes().items()
+        for name, shape in (model.global_shapes() | _given_buffers(model, weights)).items()
     }
     kept = {
         "hyper_parameters": {"config": model.config},
@@ -81,13 +81,29 @@ def import_checkpoint(
         objects=CODEC.encode(kept).tree,
         metadata={"converted_from": str(source)},
     )
-    content = content if dtype is None else content.with_weights_dtype(dtype)
+    if dtype is not None:
+        content = _with_dtype(content, model, dtype)
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     try:
         write_native(target, content, files=files)
     finally:
         weights.reader.close()
     return content
+
+
+def _given_buffers(model: GPTModel, weights: FolderWeights) -> dict[str, tuple[int, ...]]:
+    """Buffers that the files have values for."""
+    prefix = f"{model.network_attribute}."
+    shapes = model.buffer_shapes()
+    return {name: shape for name, shape in shapes.items() if weights.gives(name[len(prefix) :])}
+
+
+def _with_dtype(content: Content, model: GPTModel, dtype: torch.dtype) -> Content:
+    """With weights in a dtype; buffers keep theirs."""
+    kept = {MODEL + name for name in model.buffer_shapes()}
+    buffers = {name: tensor for name, tensor in content.tensors.items() if name in kept}
+    content = content.with_weights_dtype(dtype)
+    return replace(content, tensors={**content.tensors, **buffers})
 
 
 def _lazy(weights: FolderWeights, name: str, shape: tuple[int, ...]) -> LazyTensor:
@@ -118,10 +134,11 @@ def export_checkpoint(
     module = GPTModel(config)
     module.source_record = objects.get(SOURCE_RECORD)
     if options.dtype is not None:
-        content = content.with_weights_dtype(options.dtype)
+        content = _with_dtype(content, module, options.dtype)
     prefix = f"{module.network_attribute}."
     tensors = {n.removeprefix(prefix): t for n, t in exact_weights(content).items()}
-    shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
+    shapes = module.global_shapes() | module.buffer_shapes()
+    shapes = {n.removeprefix(prefix): shape for n, shape in shapes.items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
         wrong = sorted(set(tensors) ^ set(shapes)) or "their shapes"
         raise CheckpointError(f"{source}: its tensors are not those of its config: {wrong}")

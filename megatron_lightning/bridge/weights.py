@@ -13,7 +13,9 @@ from megatron_lightning.bridge.mapping import Shape, TensorMap, apply_rules
 from megatron_lightning.bridge.progress import Bar
 from megatron_lightning.bridge.safetensors_files import FileReader, StoredTensor
 from megatron_lightning.checkpoint import Box
+from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.models.module import MegatronModule
 
 
 @dataclass
@@ -28,6 +30,10 @@ class FolderWeights:
     def expect(self, elements: int) -> None:
         """Say how many values will be read, for the progress bar."""
         self.bar.expect(elements)
+
+    def gives(self, name: str) -> bool:
+        """Whether the files hold what `name`, relative to the network, is made of."""
+        return name in self.table.entries
 
     @torch.no_grad()
     def fill(self, target: Tensor, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
@@ -48,6 +54,18 @@ class FolderWeights:
     def done(self) -> None:
         """Close the files."""
         self.reader.close()
+
+
+def wanted_shapes(module: MegatronModule, family: Family) -> dict[str, Shape]:
+    """Shapes of what the architecture's files hold, by name relative to the network: parameters,
+    without those of adapters, and the buffers that a rule is about.
+    """
+    prefix = f"{module.network_attribute}."
+    rules = family.rules(module.config)  # type: ignore[arg-type] - a GPTConfig
+    buffers = {n.removeprefix(prefix): shape for n, shape in module.buffer_shapes().items()}
+    buffers = {n: shape for n, shape in buffers.items() if any(rule.match(n) for rule in rules)}
+    shapes = {n.removeprefix(prefix): shape for n, shape in module.global_shapes().items()}
+    return {n: shape for n, shape in shapes.items() if not is_adapter(n)} | buffers
 
 
 def match_weights(
@@ -75,7 +93,11 @@ def match_weights(
     integers = [n for n in table.theirs if n in tensors and not _is_float(tensors[n])]
     if integers:
         problems.append(f"quantised weights are not supported: {_some(integers)}")
-    extra = [name for name in tensors if name not in table.theirs]
+    extra = [
+        name
+        for name in tensors
+        if name not in table.theirs and not family.left_out(config, name)
+    ]
     if config.tie_word_embeddings and family.output_layer in extra:
         extra.remove(family.output_layer)
         if not same_values(tensors[family.output_layer], tensors.get(family.word_embeddings)):

@@ -57,8 +57,10 @@ class MoEConfig:
     groups.
     """
     router_group_topk: int = 0
-    """Groups that a token may be sent to: those with the largest sums of their best K /
-    router_group_topk scores.
+    """Groups that a token may be sent to: those with the largest sums of their best scores."""
+    router_group_best: int = 0
+    """How many scores of a group are summed up; 0: router_topk / router_group_topk, as Megatron
+    does. Models of transformers have 2.
     """
     router_topk_scaling_factor: float = 1.0
     """Factor on the probabilities, after normalisation."""
@@ -128,6 +130,7 @@ def _sizes(moe: MoEConfig) -> list[str]:
         "first_dense_layers": 0,
         "router_num_groups": 0,
         "router_group_topk": 0,
+        "router_group_best": 0,
     }
     return [
         f"{name}={value} must be at least {minimum}"
@@ -183,11 +186,13 @@ def _groups(moe: MoEConfig) -> list[str]:
     if not 1 <= chosen <= groups:
         return [f"router_group_topk={chosen} must be in [1, router_num_groups={groups}]"]
     size = moe.num_experts // groups
-    if moe.router_topk % chosen:
+    if moe.router_group_best > size:
+        return [f"router_group_best={moe.router_group_best}: a group has only {size} experts"]
+    if moe.router_topk % chosen and not moe.router_group_best:
         fits = [n for n in range(1, groups + 1) if moe.router_topk % n == 0]
         return [
             f"router_group_topk={chosen} does not divide router_topk={moe.router_topk}, whose"
-            f" share ranks a group; use one of {fits}"
+            f" share ranks a group; use one of {fits}, or give router_group_best"
         ]
     if moe.router_topk > chosen * size:
         return [

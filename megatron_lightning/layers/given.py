@@ -15,7 +15,11 @@ from megatron_lightning.parallel.random import Initial
 
 
 class ValueSource(Protocol):
-    """Where the values of a network's parameters come from."""
+    """Where the values of a network's parameters come from, and those of some of its buffers."""
+
+    def gives(self, name: str) -> bool:
+        """Whether it has values for this name, relative to the network."""
+        ...
 
     def fill(self, target: Tensor, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Fill `target` with the box [offsets, offsets + sizes) of a parameter; `name` is relative
@@ -87,7 +91,11 @@ def give_values(
             continue
         assert hasattr(module, "initials"), f"{path} has no initial values to replace"
         owner: Any = module
-        owner.initials = dict.fromkeys(owner.initials, GivenValues(source, prefix))
+        given = GivenValues(source, prefix)
+        owner.initials = dict.fromkeys(owner.initials, given)
+        for name, _ in module.named_buffers(recurse=False):
+            if source.gives(f"{path}.{name}" if path else name):
+                owner.initials[name] = given
 
 
 def expect_values(network: nn.Module, table: Mapping[str, ParameterInfo], prefix: str) -> None:

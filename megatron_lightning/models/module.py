@@ -113,6 +113,23 @@ class MegatronModule(HoldsAdapters, LightningModule, ABC):
             for name, p in whole.named_parameters()
         }
 
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> shape of every buffer of the whole network that is saved with it."""
+        whole = self.build_network("meta")
+        kept = whole.state_dict().keys()
+        return {
+            f"{self.network_attribute}.{name}": tuple(buffer.shape)
+            for name, buffer in whole.named_buffers()
+            if name in kept
+        }
+
+    def canonical_buffers(self) -> dict[str, Tensor]:
+        """Canonical name -> buffer, for those that are saved and that this rank holds."""
+        prefix = f"{self.network_attribute}."
+        kept = {canonical_name(name) for name in self.state_dict()}
+        buffers = {canonical_name(name): buffer for name, buffer in self.named_buffers()}
+        return {n: b for n, b in buffers.items() if n in kept and n.startswith(prefix)}
+
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, for those that this rank holds."""
         tied = {user: owner for owner, user in self.parallel_plan().tied}
@@ -221,6 +238,7 @@ class MegatronModule(HoldsAdapters, LightningModule, ABC):
             tensors[f"model.{name}"] = store.BoxedTensor.from_local(
                 parameter, shape, (0,) * len(shape), shape
             )
+        tensors |= {f"model.{name}": buffer for name, buffer in self.canonical_buffers().items()}
         with torch.no_grad():
             report = store.load(
                 checkpoint_path, tensors, strict=strict, scope="model.", process_group=ALONE

@@ -52,7 +52,7 @@ def materialise(
                 value = drawn[name] if old.is_meta else _moved(old.detach(), device, dtype)
                 made[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
     _assign_all(network, made)
-    _fill_buffers(network, device)
+    _fill_buffers(network, device, prefix)
 
 
 def unknown_values(network: nn.Module) -> list[str]:
@@ -177,8 +177,9 @@ def _assign_all(network: nn.Module, made: dict[int, nn.Parameter]) -> None:
             setattr(module, name, made[id(old)])
 
 
-def _fill_buffers(network: nn.Module, device: torch.device) -> None:
-    for module in network.modules():
+def _fill_buffers(network: nn.Module, device: torch.device, prefix: str) -> None:
+    """Recompute buffers, or fill those that have an `Initial` by it, whole on every rank."""
+    for path, module in network.named_modules():
         lost = [n for n, b in module.named_buffers(recurse=False) if b is not None and b.is_meta]
         for name, buffer in list(module.named_buffers(recurse=False)):
             real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
@@ -189,6 +190,19 @@ def _fill_buffers(network: nn.Module, device: torch.device) -> None:
             cast(Any, module).reset_buffers()
         else:
             _reset_plain_buffers(module)
+        initials = _initials(module) or {}
+        for name in (name for name in lost if name in initials):
+            buffer = module.get_buffer(name)
+            shape = tuple(buffer.shape)
+            full_name = prefix + (f"{path}.{name}" if path else name)
+            initials[name].fill(
+                buffer,
+                seed=0,
+                name=full_name,
+                global_shape=shape,
+                offsets=(0,) * len(shape),
+                sizes=shape,
+            )
 
 
 @torch.no_grad()

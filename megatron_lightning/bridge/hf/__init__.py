@@ -1,5 +1,6 @@
 """One table for each architecture."""
 
+from megatron_lightning.bridge.hf.deepseek_v3 import DeepseekV3Family
 from megatron_lightning.bridge.hf.gemma2 import Gemma2Family
 from megatron_lightning.bridge.hf.gemma3_text import Gemma3TextFamily
 from megatron_lightning.bridge.hf.gpt2 import GPT2Family
@@ -12,6 +13,7 @@ from megatron_lightning.bridge.hf.registry import FAMILIES, family_named, family
 
 __all__ = [
     "FAMILIES",
+    "DeepseekV3Family",
     "GPT2Family",
     "Gemma2Family",
     "Gemma3TextFamily",

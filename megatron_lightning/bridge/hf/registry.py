@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_lightning.bridge.family import Family
+from megatron_lightning.bridge.hf.deepseek_v3 import DeepseekV3Family
 from megatron_lightning.bridge.hf.gemma2 import Gemma2Family
 from megatron_lightning.bridge.hf.gemma3_text import Gemma3TextFamily
 from megatron_lightning.bridge.hf.gpt2 import GPT2Family
@@ -24,6 +25,7 @@ FAMILIES: Mapping[str, Family] = {
         Qwen3Family(),
         GPT2Family(),
         Phi3Family(),
+        DeepseekV3Family(),
         Gemma2Family(),
         Gemma3TextFamily(),
     )
@@ -32,7 +34,6 @@ FAMILIES: Mapping[str, Family] = {
 MISSING: Mapping[str, str] = {
     "bert": "bidirectional encoders",
     "bitnet": "ternary linear layers and norms inside attention and MLP",
-    "deepseek_v3": "latent attention and experts",
     "deepseek_v4": "compressed attention, hyper-connections and experts",
     "falcon_h1": "state-space layers",
     "gemma": "norms with weight 1 + w without those after branches",

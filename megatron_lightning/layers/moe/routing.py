@@ -55,7 +55,8 @@ def _within_groups(selection: Tensor, config: MoEConfig) -> Tensor:
     """Values of experts outside of each token's best groups become -inf."""
     groups, chosen = config.router_num_groups, config.router_group_topk
     grouped = selection.unflatten(-1, (groups, -1))  # (T, groups, E/groups)
-    best = grouped.topk(config.router_topk // chosen, dim=-1).values.sum(-1)  # (T, groups)
+    count = config.router_group_best or config.router_topk // chosen
+    best = grouped.topk(count, dim=-1).values.sum(-1)  # (T, groups)
     outside = torch.ones_like(best, dtype=torch.bool)
     outside.scatter_(-1, best.topk(chosen, dim=-1).indices, False)
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)

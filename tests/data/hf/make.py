@@ -44,6 +44,7 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0}
 SMALLER = dict(hidden_size=16, intermediate_size=20, head_dim=8)
 GEMMA = dict(SMALLER, sliding_window=5, tie_word_embeddings=True)
+EXPERTS = dict(hidden_size=16, intermediate_size=12, num_experts_per_tok=2)
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, dict(head_dim=16, rope_parameters=LLAMA3)),
     "mistral": (transformers.MistralConfig, dict(sliding_window=5, rope_parameters=ROPE)),
@@ -101,9 +102,75 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
             rope_parameters={"full_attention": LINEAR, "sliding_attention": ROPE},
         ),
     ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        dict(EXPERTS, sliding_window=6, num_local_experts=4, rope_parameters=ROPE),
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        dict(
+            EXPERTS,
+            head_dim=8,
+            moe_intermediate_size=12,
+            num_experts=6,
+            mlp_only_layers=[0],
+            norm_topk_prob=False,
+            rope_parameters=ROPE,
+        ),
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        dict(
+            EXPERTS,
+            head_dim=8,
+            sliding_window=5,
+            num_local_experts=4,
+            layer_types=["sliding_attention", "full_attention"],
+            swiglu_limit=0.5,
+            rope_parameters={**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        ),
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        dict(
+            hidden_size=16,
+            intermediate_size=20,
+            num_key_value_heads=4,
+            moe_intermediate_size=12,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.5,
+            q_lora_rank=None,
+            kv_lora_rank=12,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=12,
+            rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+            num_nextn_predict_layers=0,
+        ),
+    ),
 }
-ORDER = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text")
+ORDER = (
+    "gpt2",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "deepseek_v3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+)
 """Decides the seeds."""
+WITH_ROUTERS = ("mixtral", "qwen3_moe", "gpt_oss")
+"""Models whose outputs may hold the router's logits of each layer with experts."""
 
 
 def legacy(config: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +209,9 @@ def make(name: str, folder: Path) -> None:
             wide = 0.12 if parameter.dim() > 1 else 0.2
             around_one = ("norm" in key or "ln" in key) and not name.startswith("gemma")
             parameter.copy_(torch.randn_like(parameter) * wide + float(around_one))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config_legacy.json").write_text(json.dumps(legacy(written), indent=2) + "\n")
@@ -150,7 +220,8 @@ def make(name: str, folder: Path) -> None:
     labels = ids.clone()
     labels[0, :3], labels[1, 9:] = -100, -100
     with torch.no_grad():
-        out = model(ids, output_hidden_states=True)
+        routers = {"output_router_logits": True} if name in WITH_ROUTERS else {}
+        out = model(ids, output_hidden_states=True, **routers)
         greedy = ids[:1, :6]
         for _ in range(8):
             greedy = torch.cat([greedy, model(greedy).logits[:, -1:].argmax(-1)], dim=1)
@@ -161,6 +232,7 @@ def make(name: str, folder: Path) -> None:
         logits=out.logits.numpy(),
         hidden_states=torch.stack(out.hidden_states).numpy(),
         greedy_ids=greedy.numpy(),
+        **({"router_logits": torch.stack(out.router_logits).numpy()} if routers else {}),
     )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1

@@ -19,7 +19,13 @@ from megatron_lightning.bridge import (
     apply_rules,
 )
 from megatron_lightning.checkpoint import Box
-from megatron_lightning.config import GPTConfig, StreamConfig
+from megatron_lightning.config import (
+    GPTConfig,
+    LatentAttentionConfig,
+    MoEConfig,
+    MultiTokenPredictionConfig,
+    StreamConfig,
+)
 from megatron_lightning.models import GPTModel
 
 HEADS, GROUPS, DIM, HIDDEN = 6, 2, 4, 5
@@ -94,6 +100,23 @@ CHANGES: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
         "position_embedding": "learned",
         "activation": "gelu_tanh",
+    },
+    "deepseek_v3": {
+        "num_query_groups": 4,
+        "latent_attention": LatentAttentionConfig(
+            kv_lora_rank=6, q_lora_rank=5, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=4
+        ),
+        "moe": MoEConfig(
+            num_experts=4,
+            ffn_hidden_size=8,
+            shared_expert_ffn_hidden_size=16,
+            first_dense_layers=1,
+            router_score_function="sigmoid",
+            router_num_groups=2,
+            router_group_topk=1,
+            expert_bias=True,
+        ),
+        "multi_token_prediction": MultiTokenPredictionConfig(num_layers=2),
     },
     "qwen2": {"add_qkv_bias": True},
     "qwen3": {"qk_layernorm": True},
