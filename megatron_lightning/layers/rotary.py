@@ -112,6 +112,7 @@ class RotaryEmbedding:
     def __init__(self, dim: int, rotary: RotaryConfig) -> None:
         self.dim = dim
         self.rotary = rotary
+        self._frequencies: dict[torch.device, Tensor] = {}
         self._key: tuple[object, ...] | None = None
         self._position_ids: Tensor | None = None
         self._tables: RotaryTables | None = None
@@ -132,12 +133,13 @@ class RotaryEmbedding:
     def _make(
         self, seq_length: int, position_ids: Tensor | None, device: torch.device
     ) -> RotaryTables:
-        frequencies = inverse_frequencies(self.dim, self.rotary).to(device)
+        if device not in self._frequencies:  # a copy from the host waits for the device
+            self._frequencies[device] = inverse_frequencies(self.dim, self.rotary).to(device)
         if position_ids is None:
             positions = torch.arange(seq_length, device=device).unsqueeze(1)  # (S, 1)
         else:
             positions = position_ids.to(device).t()  # (S, B)
-        angles = positions.float().unsqueeze(-1) * frequencies  # (S, 1 or B, R/2)
+        angles = positions.float().unsqueeze(-1) * self._frequencies[device]  # (S, 1 or B, R/2)
         factor = attention_factor(self.rotary)
         return RotaryTables(
             cos=angles.cos() * factor,

@@ -33,6 +33,7 @@ from megatron_lightning.parallel.flat import (
 from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.utils.gradients import scale_tensors_
+from megatron_lightning.utils.tensors import scalar
 
 BUCKET_ELEMENTS = 40_000_000
 """Default bucket size: large enough for the full bandwidth of a link, small enough to overlap."""
@@ -233,7 +234,7 @@ class GradientBuckets:
         zero.
         """
         self.sum()
-        divisor = torch.as_tensor(weight, device=self._mesh.device).to(self._dtype)
+        divisor = scalar(weight, self._mesh.device, self._dtype)
         divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
         if self._mesh.device.type == "cuda":
             self.scale(divisor.reciprocal())

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.optim.adam_pass import AdamPass, Copies, all_fit, can_pass
 from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.utils.tensors import scalar
 
 
 class FoldedStep:
@@ -52,7 +53,7 @@ class FoldedStep:
     def reduce(self, buckets: GradientBuckets, weight: Tensor | float) -> None:
         """Sum the window's gradients; divide them by `weight`, or keep that for later."""
         buckets.sum()
-        exact = torch.as_tensor(weight, device=self._device)
+        exact = scalar(weight, self._device)
         self._buckets = buckets
         self._active = (exact != 0).float()
         self._factor = torch.where(exact == 0, torch.ones_like(exact), exact).reciprocal().float()

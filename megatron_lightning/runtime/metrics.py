@@ -25,6 +25,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from megatron_lightning.utils.tensors import scalar
+
 REDUCTIONS = ("mean", "sum", "max", "min")
 _REDUCTION_NAMES: Mapping[Any, str] = {
     **{name: name for name in REDUCTIONS},
@@ -135,13 +137,13 @@ class LogRecorder:
             if k not in ("batch_size", "sync_dist", "sync_dist_group")
         } | ({"reduce_fx": reduction} if "reduce_fx" in kwargs else {})
         key = LogKey(name, reduction, tuple(sorted(options.items(), key=lambda item: item[0])))
-        scalar = torch.as_tensor(value, device=self._device).detach().to(torch.float64)
-        if scalar.numel() != 1:
+        number = scalar(value, self._device).detach()  # type: ignore[arg-type]
+        if number.numel() != 1:
             raise ValueError(
-                f"self.log({name!r}, ...): the value has {scalar.numel()} elements; log a single "
+                f"self.log({name!r}, ...): the value has {number.numel()} elements; log a single "
                 f"number"
             )
-        self._current.append((key, scalar.reshape(()), weight))
+        self._current.append((key, number.reshape(()), weight))
 
     def begin_micro_batch(self) -> None:
         """Forget what was logged on the way through a chunk that isn't the last."""
@@ -154,11 +156,7 @@ class LogRecorder:
         `batch_size` given to `self.log`.
         """
         for key, value, own_weight in self._current:
-            w = torch.as_tensor(
-                weight if own_weight is None else own_weight * share,
-                device=self._device,
-                dtype=torch.float64,
-            )
+            w = scalar(weight if own_weight is None else own_weight * share, self._device)
             self.totals[key] = merge_total(key, self.totals.get(key), weighted_total(key, value, w))
         self._current.clear()
 

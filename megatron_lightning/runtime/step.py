@@ -30,6 +30,7 @@ from megatron_lightning.runtime.publish import Published, Publisher
 from megatron_lightning.runtime.sharded import ChunkOutputs
 from megatron_lightning.runtime.timeline import Category, Timeline, span
 from megatron_lightning.utils.logging import warn_once
+from megatron_lightning.utils.tensors import scalar
 
 Received = tuple[Tensor, ...] | None
 
@@ -248,11 +249,7 @@ class _Stage(StageRunner):
         self._check_weight(batch, tokens)
         if not loss.requires_grad:
             warn_once(_NO_GRADIENT)
-        weight = torch.as_tensor(
-            batch.share * here if tokens is None else tokens,
-            dtype=torch.float64,
-            device=loss.device,
-        )
+        weight = scalar(batch.share * here if tokens is None else tokens, loss.device)
         # A mean over no token is not a number for many losses, and its weight is 0.
         raw = loss.detach()
         loss = torch.where(weight > 0, loss, torch.zeros_like(loss))

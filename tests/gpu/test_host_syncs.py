@@ -1,0 +1,109 @@
+"""How often the host waits for the device in a training step, between points where it logs.
+
+pytest tests/gpu/test_host_syncs.py -m gpu -s
+"""
+
+import traceback
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.config import DataParallelConfig, RuntimeConfig
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.models.gpt import GPTModel
+from tests.harness import run_ranks_fresh
+from tests.layout_runs import Batches, Run, global_batch, make_strategy, tiny_config
+
+pytestmark = pytest.mark.gpu
+
+
+def with_positions(run: Run, index: int) -> dict[str, Tensor]:
+    batch = global_batch(Run(config=run.config), index)
+    return batch | {"position_ids": torch.arange(16).expand(8, 16).contiguous()}
+
+
+class Watch(L.Callback):
+    """Counts what torch reports as waiting, from the beginning of step 3 to that of step 6."""
+
+    reads_gradients = reads_parameters = False
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 3:
+            torch.set_warn_always(True)
+            torch.cuda.set_sync_debug_mode("warn")
+        if index == 6:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def show(self, message: Any, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            here = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
+            self.waits.append(" < ".join(f"{f.filename}:{f.lineno}" for f in here[-4:-1][::-1]))
+
+
+def watched(rank: int, world_size: int, run: Run, accumulate: int) -> list[str]:
+    model = GPTModel(
+        run.config,
+        OptimizerConfig(lr=1e-3),
+        SchedulerConfig(lr_decay_style="cosine", lr_warmup_steps=3, min_lr=1e-4),
+        loss_normalization=run.normalization,
+    )
+    watch = Watch()
+    trainer = L.Trainer(
+        strategy=make_strategy(run.layout),
+        callbacks=[watch],
+        accelerator="gpu",
+        devices=world_size,
+        precision="bf16-mixed",
+        max_steps=8,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1000,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = watch.show
+        trainer.fit(model, Batches(run))
+    for wait in watch.waits:
+        print(wait, flush=True)
+    return watch.waits
+
+
+ZERO = dict(data_parallel=DataParallelConfig(sharding="optimizer"))
+COMPILED = dict(runtime=RuntimeConfig(compile_layers=True))
+CASES: dict[str, tuple[int, dict[str, Any], str, int]] = {
+    "one": (1, {}, "token", 1),
+    "one_micro_batches": (1, dict(micro_batch_size=2), "micro_batch", 2),
+    "one_compiled": (1, COMPILED, "token", 1),
+    "dp2": (2, {}, "token", 1),
+    "dp2_zero": (2, ZERO, "token", 1),
+    "tp2_sp": (2, dict(tensor_parallel_size=2, sequence_parallel=True), "token", 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_never_waits_in_a_dense_step(case: str) -> None:
+    world_size, layout, normalization, accumulate = CASES[case]
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    config = tiny_config(max_position_embeddings=16)
+    run = Run(
+        config=config,
+        layout=layout,
+        normalization=normalization,
+        steps=8,
+        make_batch=with_positions,
+    )
+    for waits in run_ranks_fresh(watched, world_size, run, accumulate, timeout=300):
+        assert waits == []
