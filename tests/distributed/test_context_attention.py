@@ -24,9 +24,9 @@ PACKED = SequenceInfo(((8, 16, 8), (32,)))
 CORES = {"fused": FusedAttention, "reference": ReferenceAttention}
 
 
-def made(kind: str, window: int, dropout: float = 0.0) -> CoreAttention:
+def made(kind: str, window: int, dropout: float = 0.0, cap: float = 0.0) -> CoreAttention:
     return CORES[kind](
-        scale=SCALE, window_size=window, dropout=Dropout(dropout, Layout.HEADS)
+        scale=SCALE, window_size=window, dropout=Dropout(dropout, Layout.HEADS), score_cap=cap
     ).train()
 
 
@@ -106,6 +106,52 @@ def test_forms(layout: tuple[int, Any], window: int, sequence: SequenceInfo | No
     size, form = layout
     errors = run_ranks(compare, size, form, "fused", 4, 16, window, sequence, torch.float32)
     assert max(errors) < 5e-6
+
+
+def compare_variants(
+    rank: int, size: int, form: ContextForm, kind: str, cap: float, sequence: SequenceInfo | None
+) -> tuple[float, Tensor, Tensor]:
+    """Largest relative error on this rank with sinks, its part of their gradient, and the whole."""
+    query, key, value, grad = tensors(4, 16, torch.float32)
+    sinks = torch.linspace(-2, 2, HEADS)
+    whole = [x.clone().requires_grad_() for x in (query, key, value, sinks)]
+    expected = made("reference", 11, cap=cap)(*whole[:3], sequence, sinks=whole[3])
+    expected.backward(grad)
+    mesh, config = build(size, form)
+    core = swapped(made(kind, 11, cap=cap), mesh, config)
+    rows = own_rows(size, rank, sequence)
+    local = [part(x, rows).requires_grad_() for x in (query, key, value)]
+    own = sinks.clone().requires_grad_()
+    output = core(*local, sequence, sinks=own)
+    output.backward(part(grad, rows))
+    pairs = [(output, expected), *((x.grad, y.grad) for x, y in zip(local, whole, strict=False))]
+    errors = []
+    for got, want in pairs:
+        want = part(want.detach(), rows)
+        errors.append(float((got.detach() - want).norm() / want.norm()))
+    return max(errors), own.grad, whole[3].grad
+
+
+@pytest.mark.parametrize("sequence", [None, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("form", "kind", "cap"),
+    [
+        ("ring", "fused", 0.0),
+        ("ring", "fused", 2.0),
+        ("all_gather", "fused", 0.0),
+        ("all_gather", "reference", 2.0),
+        ("all_to_all", "fused", 2.0),
+        ("hierarchical", "fused", 0.0),
+    ],
+)
+def test_sinks_and_capped_scores(
+    form: ContextForm, kind: str, cap: float, sequence: SequenceInfo | None
+) -> None:
+    """The ranks' gradients of the sinks add up to that of one rank."""
+    found = run_ranks(compare_variants, 4, form, kind, cap, sequence)
+    assert max(error for error, _, _ in found) < 5e-6
+    total = torch.stack([own for _, own, _ in found]).sum(0)
+    torch.testing.assert_close(total, found[0][2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["ring", "all_gather", "all_to_all", "hierarchical"])

@@ -113,11 +113,11 @@ def test_gated_silu_in_a_compiled_region() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.1, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("columns", "vocabulary"), [(32768, 32768), (50304, 50257), (64, 50)])
 def test_cross_entropy_on_cuda(
-    columns: int, vocabulary: int, dtype: torch.dtype, smoothing: float, monkeypatch
+    columns: int, vocabulary: int, dtype: torch.dtype, smoothing: float, cap: float, monkeypatch
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(97, columns, device="cuda", generator=generator).mul_(4).to(dtype)
@@ -131,7 +131,12 @@ def test_cross_entropy_on_cuda(
         assert kernels.can_run(logits) is in_kernel
         x = logits.clone().requires_grad_()
         losses = vocabulary_cross_entropy(
-            x, targets, axis=MeshAxis(name="tp"), vocab_size=vocabulary, label_smoothing=smoothing
+            x,
+            targets,
+            axis=MeshAxis(name="tp"),
+            vocab_size=vocabulary,
+            label_smoothing=smoothing,
+            logit_cap=cap,
         )
         losses.backward(grad)
         found.append((losses.detach(), x.grad))
@@ -162,6 +167,15 @@ for valid in (5000, 4990, 4600):
     arguments = (logits, rows.logsumexp(1), torch.arange(7) * 600, torch.rand(7), torch.randn(7))
     got = cross_entropy.row_gradients(*arguments, **options)
     torch.testing.assert_close(got, loss._sliced_gradients(*arguments, **options))
+    capped = 2.0 * torch.tanh(rows / 2.0)
+    highest, exponentials, total = cross_entropy.row_sums(logits, valid, with_total=True, cap=2.0)
+    torch.testing.assert_close(highest, capped.amax(1))
+    wanted = (capped - highest[:, None]).exp().sum(1)
+    torch.testing.assert_close(exponentials, wanted)
+    torch.testing.assert_close(total, capped.sum(1), rtol=1e-4, atol=1e-2)
+    arguments = (logits, capped.logsumexp(1), *arguments[2:])
+    got = cross_entropy.row_gradients(*arguments, **options, cap=2.0)
+    torch.testing.assert_close(got, loss._sliced_gradients(*arguments, **options, cap=2.0))
 inner = torch.randn(3, 2, 1500, requires_grad=True)
 grad = torch.randn(3, 1500)
 wanted = torch.nn.functional.silu(inner[:, 0]) * inner[:, 1]

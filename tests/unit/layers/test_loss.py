@@ -20,13 +20,15 @@ def _inputs(columns: int = 17, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return logits.requires_grad_(), torch.randint(17, (3, 5), generator=generator)
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("columns", [17, 24])
-def test_equals_torch_on_the_true_vocabulary(smoothing: float, columns: int) -> None:
+def test_equals_torch_on_the_true_vocabulary(smoothing: float, columns: int, cap: float) -> None:
     logits, labels = _inputs(columns)
-    got = CrossEntropy(17, label_smoothing=smoothing)(logits, labels)
+    got = CrossEntropy(17, label_smoothing=smoothing, logit_cap=cap)(logits, labels)
+    capped = cap * torch.tanh(logits / cap) if cap else logits
     want = F.cross_entropy(
-        logits[..., :17].permute(1, 2, 0), labels, reduction="none", label_smoothing=smoothing
+        capped[..., :17].permute(1, 2, 0), labels, reduction="none", label_smoothing=smoothing
     )
     assert got.shape == (3, 5)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
