@@ -6,6 +6,7 @@ from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.module import MegatronModule
 from megatron_lightning.models.plans import check_tensor_parallel, gpt_plan
 from megatron_lightning.models.presets import PRESETS, preset_config
+from megatron_lightning.models.upcycle import upcycle
 
 __all__ = [
     "PRESETS",
@@ -17,4 +18,5 @@ __all__ = [
     "generate",
     "gpt_plan",
     "preset_config",
+    "upcycle",
 ]

@@ -37,6 +37,11 @@ from megatron_lightning.parallel.random import Constant, Initial, Normal
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
+def router_initials(config: GPTConfig) -> dict[str, Initial]:
+    """Initial values of a router's parameters."""
+    return {"weight": Normal(config.init_method_std), "bias": Constant(0.0)}
+
+
 class Router(nn.Module):
     """(S, B, H) -> `Routing` of its T = S * B tokens.
 
@@ -59,10 +64,7 @@ class Router(nn.Module):
             if config.moe.router_bias
             else None
         )
-        self.initials: dict[str, Initial] = {
-            "weight": Normal(config.init_method_std),
-            "bias": Constant(0.0),
-        }
+        self.initials = router_initials(config)
         global_loss = config.moe.load_balancing == "global_aux_loss"
         for name, wanted in (
             ("expert_bias", config.moe.expert_bias),
