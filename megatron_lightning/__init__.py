@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_lightning.bridge import pretrained
     from megatron_lightning.config import (
         CheckpointConfig,
         ContextConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "RuntimeConfig",
     "SFTDataModule",
     "__version__",
+    "pretrained",
 ]
 
 _PACKAGES = {
@@ -64,6 +66,7 @@ _PACKAGES = {
     "QuantizationConfig": "config",
     "RuntimeConfig": "config",
     "SFTDataModule": "data",
+    "pretrained": "bridge",
 }
 
 

@@ -1,5 +1,6 @@
 """Models of other programs in and out: Hugging Face architectures by tables that read both ways."""
 
+from megatron_lightning.bridge.adapters import load_adapters, save_adapters
 from megatron_lightning.bridge.export import ExportOptions, to_hf
 from megatron_lightning.bridge.hf import FAMILIES
 from megatron_lightning.bridge.load import from_hf
@@ -8,6 +9,7 @@ from megatron_lightning.bridge.mapping import (
     Fused,
     PackedQKV,
     Piece,
+    Rearranged,
     Rule,
     Same,
     Stacked,
@@ -16,6 +18,7 @@ from megatron_lightning.bridge.mapping import (
     apply_rules,
 )
 from megatron_lightning.bridge.native import export_checkpoint, import_checkpoint
+from megatron_lightning.bridge.pretrained import pretrained
 
 __all__ = [
     "FAMILIES",
@@ -24,6 +27,7 @@ __all__ = [
     "Fused",
     "PackedQKV",
     "Piece",
+    "Rearranged",
     "Rule",
     "Same",
     "Stacked",
@@ -33,5 +37,8 @@ __all__ = [
     "export_checkpoint",
     "from_hf",
     "import_checkpoint",
+    "load_adapters",
+    "pretrained",
+    "save_adapters",
     "to_hf",
 ]

@@ -260,21 +260,29 @@ def _config_of(
     missing = [name for name in ("r", "lora_alpha") if fields.get(name) is None]
     if missing:
         raise ValueError(f"{folder / CONFIG}: {missing} missing, and no value is guessed for them")
+    return LoraConfig(
+        rank=int(fields["r"]),
+        alpha=float(fields["lora_alpha"]),
+        targets=_targets(chosen, found),
+        dropout=float(fields.get("lora_dropout") or 0.0),
+        rank_stabilised=bool(fields.get("use_rslora")),
+    )
+
+
+def _targets(chosen: set[Place], found: Mapping[Place, Projection]) -> tuple[str, ...]:
+    """`LoraConfig.targets` that mean the chosen adapters of those that there may be."""
     names = {place: f"model.{place.path}" for place in found}
-    targets = set()
+    parts: dict[str, set[str]] = {}
     for place in chosen:
         same = {names[p] for p in chosen if p.part == place.part}
         known = {names[p] for p in found if p.part == place.part}
         (ending,) = short_names({names[place]}, known - same | {names[place]})
-        part = "" if place.part == WHOLE else f":{place.part}"
-        targets.add(ending.removeprefix("model.") + part)
-    return LoraConfig(
-        rank=int(fields["r"]),
-        alpha=float(fields["lora_alpha"]),
-        targets=tuple(sorted(targets)),
-        dropout=float(fields.get("lora_dropout") or 0.0),
-        rank_stabilised=bool(fields.get("use_rslora")),
-    )
+        parts.setdefault(ending.removeprefix("model."), set()).add(place.part)
+    targets = []
+    for ending, own in sorted(parts.items()):
+        every = {place.part for place in found if f".{place.path}".endswith(f".{ending}")}
+        targets += [ending] if own == every else [f"{ending}:{part}" for part in sorted(own)]
+    return tuple(targets)
 
 
 def _compare(
