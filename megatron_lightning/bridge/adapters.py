@@ -29,7 +29,6 @@ from megatron_lightning.bridge.writing import Export, begin_folder
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.config.lora import LoraConfig, is_adapter
 from megatron_lightning.config.model import GPTConfig
-from megatron_lightning.layers.lora import WHOLE
 from megatron_lightning.models import MegatronModule
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
