@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.parallel.expert_clock import ExchangeClock
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 
 
@@ -32,11 +33,18 @@ class ExpertRanks:
     tensor: MeshAxis
     """Ranks with different columns of the same experts."""
     both: MeshAxis
+    clock: ExchangeClock
+    """Durations of exchanges of rows, for who wants to know them."""
 
     @classmethod
     def of(cls, mesh: ParallelMesh) -> ExpertRanks:
         """From the mesh."""
-        return cls(expert=mesh.axis("ep"), tensor=mesh.axis("etp"), both=mesh.axis("ep_etp"))
+        return cls(
+            expert=mesh.axis("ep"),
+            tensor=mesh.axis("etp"),
+            both=mesh.axis("ep_etp"),
+            clock=ExchangeClock(mesh.device),
+        )
 
     @property
     def copies(self) -> int:
@@ -151,22 +159,23 @@ def _spread(rows: Tensor, counts: RowCounts, ranks: ExpertRanks) -> Tensor:
         blocks = rows.split(counts.sent)
         rows = torch.cat([block for block in blocks for _ in range(copies)])
     sizes = [size for size in counts.sent for _ in range(copies)]
-    return _all_to_all(rows, sizes, counts.received, ranks.both)
+    return _all_to_all(rows, sizes, counts.received, ranks)
 
 
 def _collect(rows: Tensor, counts: RowCounts, ranks: ExpertRanks) -> Tensor:
     copies = ranks.copies
     sizes = [size for size in counts.sent for _ in range(copies)]
-    back = _all_to_all(rows, counts.received, sizes, ranks.both)
+    back = _all_to_all(rows, counts.received, sizes, ranks)
     if copies == 1:
         return back
     blocks = back.split([size * copies for size in counts.sent])
     return torch.cat([block.unflatten(0, (copies, -1)).sum(0) for block in blocks])
 
 
-def _all_to_all(rows: Tensor, sizes: list[int], received: list[int], axis: MeshAxis) -> Tensor:
+def _all_to_all(rows: Tensor, sizes: list[int], received: list[int], ranks: ExpertRanks) -> Tensor:
     result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sizes, group=axis.group)
+    with ranks.clock.span():
+        dist.all_to_all_single(result, rows.contiguous(), received, sizes, group=ranks.both.group)
     return result
 
 
