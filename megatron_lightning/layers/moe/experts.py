@@ -7,11 +7,13 @@ elsewhere a loop does one after the other. An expert without rows gets a gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
@@ -139,7 +141,33 @@ class GroupedExperts(nn.Module):
         if self.activation is silu_gated:
             inner = weighted_gated_silu(inner, probs)  # (R, F)
         else:
-            inner = (self.activation(inner) * weight).to(inner.dtype)
+            inner = _Weighted.apply(inner, probs, self.activation)
         output = self.linear_fc2(inner, counts)
         bias = self.linear_fc2.bias_rows(len(tokens), counts)
         return output if bias is None else output + (bias * weight).to(output.dtype)
+
+
+class _Weighted(torch.autograd.Function):
+    """activation(inner) * probs, (R, F) in the dtype of `inner`, which alone is kept with `probs`:
+    the activation is computed again for the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inner: Tensor, probs: Tensor, activation: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(inner, probs)
+        ctx.activation = activation
+        return (activation(inner) * probs.unsqueeze(-1)).to(inner.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        inner, probs = ctx.saved_tensors
+        with torch.enable_grad():
+            inner = inner.detach().requires_grad_()
+            active = ctx.activation(inner)
+        weighted = (grad * probs.unsqueeze(-1)).to(active.dtype)
+        (grad_inner,) = torch.autograd.grad(active, inner, weighted)
+        grad_probs = (grad * active.detach()).sum(-1, dtype=probs.dtype)
+        return grad_inner, grad_probs, None

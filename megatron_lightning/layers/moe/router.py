@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
@@ -19,6 +18,7 @@ from megatron_lightning.layers.moe.balance import (
     z_loss,
 )
 from megatron_lightning.layers.moe.capacity import over_capacity
+from megatron_lightning.layers.moe.exact_linear import exact_linear
 from megatron_lightning.layers.moe.permute import count
 from megatron_lightning.layers.moe.routing import (
     Routing,
@@ -131,9 +131,9 @@ class Router(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (T, E) in the router's dtype."""
         dtype = _DTYPES[self.config.router_dtype]
-        bias = None if self.bias is None else self.bias.to(dtype)
-        seen = self.jitter(hidden.to(dtype))
-        return F.linear(seen.flatten(0, 1), self.weight.to(dtype), bias)
+        if self.training and self.jitter.draws:
+            hidden = self.jitter(hidden.to(dtype))
+        return exact_linear(hidden.flatten(0, 1), self.weight, self.bias, dtype)
 
     @torch.no_grad()
     def selection(self, logits: Tensor) -> Tensor:

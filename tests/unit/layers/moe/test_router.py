@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import GPTConfig, MoEConfig
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.layers.moe import Router, Routing
+from megatron_lightning.layers.moe.exact_linear import exact_linear
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 S, B, H, E, K = 7, 3, 16, 8, 4
@@ -290,3 +291,25 @@ def test_routers_start_over_from_the_meta_device() -> None:
     assert router.expert_share is not None
     assert router.expert_bias.tolist() == [0.0] * E
     assert router.expert_share.tolist() == [1 / E] * E
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exact_linear_of_low_precision_tensors(dtype: torch.dtype) -> None:
+    """Products and sums in the wide dtype, forward and backward; one rounding at the end."""
+    torch.manual_seed(0)
+    x = torch.randn(50, H).bfloat16().requires_grad_()
+    weight = torch.randn(E, H).bfloat16().requires_grad_()
+    bias = torch.randn(E).bfloat16().requires_grad_()
+    y = exact_linear(x, weight, bias, dtype)
+    wide = [t.detach().to(torch.float64).requires_grad_() for t in (x, weight, bias)]
+    want = wide[0] @ wide[1].t() + wide[2]
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(50, E, dtype=dtype)
+    y.backward(grad)
+    want.backward(grad.double())
+    for got, exact in zip((x, weight, bias), wide, strict=True):
+        assert got.grad is not None
+        assert exact.grad is not None
+        assert got.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(got.grad.double(), exact.grad, rtol=2**-8, atol=1e-4)
