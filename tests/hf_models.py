@@ -15,32 +15,28 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_lightning.bridge import from_hf
+from megatron_lightning.layers.moe import MoELayer
 from megatron_lightning.models import GPTModel
 from tests.layout_runs import make_strategy
 
 LOCAL = Path(__file__).parent / "data" / "hf"
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "models"
-LOCAL_NAMES = (
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "llama",
-    "mistral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-)
 GOLDEN_NAMES = (
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
     "gpt2",
+    "gpt_oss",
     "llama",
+    "mixtral",
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
 )
+LOCAL_NAMES = (*GOLDEN_NAMES, "mistral")
+MOE_NAMES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+"""Those with experts."""
 LOGITS, TRAINING = 1e-4, 1e-3
 """Tolerances that the rounding of float32 asks for (see the README of the recorded models)."""
 
@@ -123,6 +119,7 @@ class Watch(L.Callback):
 
     def __init__(self) -> None:
         self.hidden: dict[int, list[Tensor]] = defaultdict(list)
+        self.routers: dict[int, list[Tensor]] = defaultdict(list)
         self.losses: list[float] = []
         self._handles: list[Any] = []
 
@@ -135,6 +132,8 @@ class Watch(L.Callback):
         for network in trainer.strategy.parallel_model.networks:
             for number, layer in network.get_submodule("decoder.layers").named_children():
                 self._handles.append(layer.register_forward_pre_hook(self._keep(int(number))))
+                if isinstance(layer.mlp, MoELayer):
+                    self._handles.append(WatchedRouter(layer.mlp.router, self.routers[int(number)]))
             norm = getattr(network.decoder, "final_layernorm", None)
             if norm is not None:
                 self._handles.append(norm.register_forward_hook(self._keep_last(module.config)))
@@ -157,7 +156,32 @@ class Watch(L.Callback):
 
     def states(self) -> dict[int, Tensor]:
         """Number of the layer -> (B, S, H)."""
-        return {n: torch.cat(parts, dim=1).transpose(0, 1) for n, parts in self.hidden.items()}
+        return by_layer(self.hidden)
+
+    def router_logits(self) -> dict[int, Tensor]:
+        """Number of the layer -> (B, S, E)."""
+        return by_layer(self.routers)
+
+
+class WatchedRouter:
+    """Keeps the logits that a router makes, (S, B, E), until it is removed."""
+
+    def __init__(self, router: Any, kept: list[Tensor]) -> None:
+        self.router, logits = router, router.logits
+
+        def watched(hidden: Tensor) -> Tensor:
+            found = logits(hidden)
+            kept.append(found.detach().unflatten(0, hidden.shape[:2]))
+            return found
+
+        router.logits = watched
+
+    def remove(self) -> None:
+        del self.router.logits
+
+
+def by_layer(parts: dict[int, list[Tensor]]) -> dict[int, Tensor]:
+    return {n: torch.cat(some, dim=1).transpose(0, 1) for n, some in parts.items()}
 
 
 def use(
@@ -185,6 +209,7 @@ def use_one(world_size: int, layout: dict[str, Any], folder: Path, out: Path) ->
     )
     logits, greedy = trainer.predict(model, Batches(recorded.batch(), recorded.greedy()))  # type: ignore[misc]
     found = {"logits": logits, "greedy": greedy[0, :-1].argmax(-1), "hidden": watch.states()}
+    found["routers"] = watch.router_logits()
     model.save_hf(out / folder.name / "imported", max_shard_bytes=20_000)
     trainer.fit(model, Batches(*[recorded.batch()] * steps))
     found["losses"] = watch.losses

@@ -17,11 +17,14 @@ TITLES = {
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
     "gpt2": "GPT-2",
+    "gpt_oss": "GPT-OSS",
     "llama": "Llama 2, 3, 3.x",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "phi3": "Phi-3, Phi-4",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3 (dense)",
+    "qwen3_moe": "Qwen3 (experts)",
 }
 LAYOUT_TITLES = {
     "gemma2": "Gemma 2",
@@ -30,6 +33,7 @@ LAYOUT_TITLES = {
     "tp2": "TP=2",
     "pp2": "PP=2",
     "tp2_sp_pp2": "TP=2 x PP=2 with sequence parallelism",
+    "ep2": "EP=2 (with experts)",
     "fsdp2": "FSDP2 on two ranks",
 }
 

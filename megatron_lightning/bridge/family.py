@@ -62,7 +62,7 @@ class Family(ABC):
         """The table of tensors."""
 
     def left_out(self, config: GPTConfig, name: str) -> bool:
-        """Whether a tensor of a file belongs to no parameter of this config and may be passed by."""
+        """Whether a tensor of a file belongs to no parameter here and may be passed by."""
         return False
 
     def stays_float32(self, name: str) -> bool:
@@ -106,6 +106,8 @@ def computed_fields(config: GPTConfig) -> dict[str, Any]:
     fields["add_qkv_bias"] = config.add_qkv_bias or config.add_bias_linear
     fields["moe"] = _computed_moe(config)
     fields["multi_token_prediction"] = config.prediction_depths
+    if config.num_moe_layers == config.num_layers:
+        fields["ffn_hidden_size"] = None  # of a dense MLP, which there is none of
     local = config.attention.local_rotary
     fields["attention"] = {
         **fields["attention"],
@@ -124,6 +126,8 @@ def _computed_moe(config: GPTConfig) -> dict[str, Any] | None:
     del fields["first_dense_layers"], fields["layer_pattern"]
     fields["layers"] = [config.is_moe_layer(layer) for layer in range(config.num_layers)]
     fields["ffn_hidden_size"] = moe.ffn_hidden_size or config.ffn_hidden_size
+    if moe.router_score_function == "softmax" and moe.router_normalize_topk:
+        fields["router_pre_softmax"] = False  # divided by their sum they are the same
     if moe.load_balancing in ("sinkhorn", "forced"):
         fields["load_balancing"] = moe.load_balancing
     groups = moe.router_num_groups if moe.router_num_groups > 1 else 0

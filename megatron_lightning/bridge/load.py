@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from megatron_lightning.bridge.adapter_names import joined_layers
 from megatron_lightning.bridge.folder import CONFIG, ModelFolder, named_as, open_folder
 from megatron_lightning.bridge.hf import family_named
+from megatron_lightning.bridge.quantised import SourceTensor, without_quantisation
 from megatron_lightning.bridge.record import SourceRecord
-from megatron_lightning.bridge.safetensors_files import DTYPES, StoredTensor
+from megatron_lightning.bridge.safetensors_files import DTYPES
 from megatron_lightning.bridge.source_config import SourceConfig
 from megatron_lightning.bridge.weights import match_weights, wanted_shapes
 from megatron_lightning.models import GPTModel, MegatronModule
@@ -42,13 +43,14 @@ def from_hf(
     """
     folder = open_folder(path, revision=revision)
     origin = str(folder.path / CONFIG)
-    values = {**folder.config, **(overrides or {})}
+    given = {**folder.config, **(overrides or {})}
+    values, held = without_quantisation(given, folder.tensors, origin)
     family = family_named(values.get("model_type"), origin)
     config = family.read(SourceConfig(values, origin))
     if problems := config.check():
         raise ValueError("\n- ".join([f"{origin} can't be followed:", *problems]))
     tensors, bare = named_as(
-        folder.tensors,
+        held,
         prefix=family.prefix,
         head=family.output_layer,
         ignored=family.ignored,
@@ -64,7 +66,7 @@ def from_hf(
 def _record(
     folder: ModelFolder,
     values: dict[str, Any],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, SourceTensor],
     bare: bool,
 ) -> SourceRecord:
     names = {dtype: name for name, dtype in DTYPES.items()}

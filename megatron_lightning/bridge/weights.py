@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lightning.bridge.family import Family
 from megatron_lightning.bridge.mapping import Shape, TensorMap, apply_rules
 from megatron_lightning.bridge.progress import Bar
+from megatron_lightning.bridge.quantised import SourceTensor
 from megatron_lightning.bridge.safetensors_files import FileReader, StoredTensor
 from megatron_lightning.checkpoint import Box
 from megatron_lightning.config.lora import is_adapter
@@ -23,7 +24,7 @@ class FolderWeights:
     """A source of initial values (`layers.given.GivenValues`) that reads safetensors files."""
 
     table: TensorMap
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, SourceTensor]
     reader: FileReader = field(default_factory=FileReader)
     bar: Bar = field(default_factory=lambda: Bar("reading weights", " values"))
 
@@ -47,7 +48,7 @@ class FolderWeights:
                 continue
             view = held.to_theirs(target[held.ours.shift(wanted.offsets, sign=-1).slices()])
             stored = self.tensors[entry.names[piece.source]]
-            self.reader.read(stored, held.theirs, view)
+            stored.seen_as(piece.view).read(self.reader, held.theirs, view)
         if self.bar.total:
             self.bar.update(wanted.numel)
 
@@ -72,7 +73,7 @@ def match_weights(
     family: Family,
     config: GPTConfig,
     shapes: Mapping[str, Shape],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, SourceTensor],
     origin: str,
 ) -> FolderWeights:
     """Pair every parameter (name relative to the network -> shape) with the tensors of a file.
@@ -94,9 +95,7 @@ def match_weights(
     if integers:
         problems.append(f"quantised weights are not supported: {_some(integers)}")
     extra = [
-        name
-        for name in tensors
-        if name not in table.theirs and not family.left_out(config, name)
+        name for name in tensors if name not in table.theirs and not family.left_out(config, name)
     ]
     if config.tie_word_embeddings and family.output_layer in extra:
         extra.remove(family.output_layer)
@@ -112,9 +111,11 @@ def match_weights(
     return FolderWeights(table, {name: tensors[name] for name in table.theirs})
 
 
-def same_values(one: StoredTensor, other: StoredTensor | None) -> bool:
+def same_values(one: SourceTensor, other: SourceTensor | None) -> bool:
     """Whether two tensors in files are bitwise equal; reads them in blocks."""
-    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+        return False
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     reader, whole = FileReader(), Box.whole(one.shape)
     try:
@@ -127,7 +128,7 @@ def same_values(one: StoredTensor, other: StoredTensor | None) -> bool:
         reader.close()
 
 
-def _is_float(stored: StoredTensor) -> bool:
+def _is_float(stored: SourceTensor) -> bool:
     return stored.dtype.is_floating_point and stored.dtype.itemsize > 1
 
 

@@ -1,5 +1,5 @@
-"""What the tables of architectures with experts share: each expert has tensors of its own there, all
-of them are stacked here.
+"""What the tables of architectures with experts share: each expert has tensors of its own there,
+all of them are stacked here.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ from megatron_lightning.bridge.hf.deepseek_v3 import DeepseekV3Family
 from megatron_lightning.bridge.hf.gemma2 import Gemma2Family
 from megatron_lightning.bridge.hf.gemma3_text import Gemma3TextFamily
 from megatron_lightning.bridge.hf.gpt2 import GPT2Family
+from megatron_lightning.bridge.hf.gpt_oss import GptOssFamily
 from megatron_lightning.bridge.hf.llama import LlamaFamily
 from megatron_lightning.bridge.hf.mistral import MistralFamily
+from megatron_lightning.bridge.hf.mixtral import MixtralFamily
 from megatron_lightning.bridge.hf.phi3 import Phi3Family
 from megatron_lightning.bridge.hf.qwen2 import Qwen2Family
 from megatron_lightning.bridge.hf.qwen3 import Qwen3Family
+from megatron_lightning.bridge.hf.qwen3_moe import Qwen3MoeFamily
 from megatron_lightning.config.model import GPTConfig
 
 FAMILIES: Mapping[str, Family] = {
@@ -28,6 +31,9 @@ FAMILIES: Mapping[str, Family] = {
         DeepseekV3Family(),
         Gemma2Family(),
         Gemma3TextFamily(),
+        MixtralFamily(),
+        Qwen3MoeFamily(),
+        GptOssFamily(),
     )
 }
 """By `model_type`. Of several that express a config the first is written."""
@@ -38,14 +44,11 @@ MISSING: Mapping[str, str] = {
     "falcon_h1": "state-space layers",
     "gemma": "norms with weight 1 + w without those after branches",
     "gemma3": "vision",
-    "gpt_oss": "experts, attention sinks",
     "llava": "vision",
     "mamba2": "state-space layers",
-    "mixtral": "experts",
     "nemotron_h": "state-space layers",
     "qwen2_5_vl": "vision",
-    "qwen2_moe": "experts",
-    "qwen3_moe": "experts",
+    "qwen2_moe": "a table of its shared expert",
     "qwen3_vl": "vision",
     "t5": "encoder-decoder models",
 }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lightning.bridge import FAMILIES, from_hf, to_hf
 from megatron_lightning.bridge.family import difference
-from megatron_lightning.config import AttentionConfig, GPTConfig, RotaryConfig, StreamConfig
+from megatron_lightning.config import (
+    AttentionConfig,
+    ClampConfig,
+    GPTConfig,
+    MoEConfig,
+    RotaryConfig,
+    StreamConfig,
+)
 from megatron_lightning.models import GPTModel, preset_config
 from tests.hf_models import LOCAL, LOCAL_NAMES, Batches, Recorded, assert_same_tensors, tensors_of
 from tests.layout_runs import make_strategy
@@ -68,6 +76,32 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
                 zero_centered_norm=True,
                 branch_norm=True,
             ),
+        },
+    ),
+    "mixtral": ("mixtral", {"window_size": 6, "moe": MoEConfig(num_experts=4)}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "qk_layernorm": True,
+            "moe": MoEConfig(
+                num_experts=6,
+                ffn_hidden_size=12,
+                layer_pattern="EDE",
+                router_pre_softmax=True,
+                router_normalize_topk=False,
+            ),
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "window_size": 5,
+            "window_pattern": "SF",
+            "add_bias_linear": True,
+            "rotary": replace(YARN, truncate=False),
+            "attention": AttentionConfig(sinks=True),
+            "clamp": ClampConfig(limit=0.5),
+            "moe": MoEConfig(num_experts=4, router_bias=True),
         },
     ),
     "partly rotated": ("phi3", {"rotary": RotaryConfig(percent=0.5)}),

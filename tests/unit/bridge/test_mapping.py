@@ -12,6 +12,8 @@ from megatron_lightning.bridge import (
     Form,
     Fused,
     PackedQKV,
+    Piece,
+    Rearranged,
     Rule,
     Same,
     Stacked,
@@ -20,6 +22,8 @@ from megatron_lightning.bridge import (
 )
 from megatron_lightning.checkpoint import Box
 from megatron_lightning.config import (
+    AttentionConfig,
+    ClampConfig,
     GPTConfig,
     LatentAttentionConfig,
     MoEConfig,
@@ -54,7 +58,37 @@ CASES = {
     "transposed bias": (Transposed(), (4,), lambda x: x),
     "gpt2": (Transposed(Fused(QKV)), (ROWS, HIDDEN), lambda x: packed(*split(x.t()))),
     "gpt2 bias": (Transposed(Fused(QKV)), (ROWS,), lambda x: packed(*split(x))),
+    "experts": (Stacked(3), (3, 4, 2), lambda *x: torch.stack(x)),
+    "gated experts": (
+        Stacked(3, Stacked(2)),
+        (3, 2, 4, 5),
+        lambda *x: torch.stack(x).unflatten(0, (3, 2)),
+    ),
+    "gated experts in turns": (
+        Rearranged(((0,), (3,), (2, 1))),
+        (3, 2, 4, 5),
+        lambda x: torch.stack((x[..., ::2], x[..., 1::2]), 1).transpose(-1, -2),
+    ),
+    "their biases": (
+        Rearranged(((0,), (2, 1))),
+        (3, 2, 4),
+        lambda x: torch.stack((x[..., ::2], x[..., 1::2]), 1),
+    ),
+    "halves of experts": (
+        Rearranged(((0,), (3,), (1, 2))),
+        (3, 2, 4, 5),
+        lambda x: torch.stack((x[..., :4], x[..., 4:]), 1).transpose(-1, -2),
+    ),
+    "experts transposed": (
+        Rearranged(((0,), (2,), (1,))),
+        (3, 4, 5),
+        lambda x: x.transpose(-1, -2),
+    ),
 }
+
+
+def seen(piece: Piece, tensor: Tensor) -> Tensor:
+    return tensor if piece.view is None else tensor.view(piece.view)
 
 
 def gather(form: Form, box: Box, shape: tuple[int, ...], theirs: list[Tensor]) -> Tensor:
@@ -65,7 +99,7 @@ def gather(form: Form, box: Box, shape: tuple[int, ...], theirs: list[Tensor]) -
         if held is not None:
             place = held.ours.shift(box.offsets, sign=-1).slices()
             assert ours[place].isnan().all(), "pieces overlap"
-            ours[place] = held.to_ours(theirs[held.source][held.theirs.slices()])
+            ours[place] = held.to_ours(seen(held, theirs[held.source])[held.theirs.slices()])
     return ours
 
 
@@ -84,7 +118,8 @@ def test_any_box_and_back(case: str) -> None:
         assert torch.equal(gather(form, box, shape, theirs), whole[box.slices()])
     back = [torch.full_like(tensor, torch.nan) for tensor in theirs]
     for piece in form.pieces(shape):
-        back[piece.source][piece.theirs.slices()] = piece.to_theirs(whole[piece.ours.slices()])
+        place = seen(piece, back[piece.source])[piece.theirs.slices()]
+        place.copy_(piece.to_theirs(whole[piece.ours.slices()]))
     assert all(torch.equal(a, b) for a, b in zip(back, theirs, strict=True))
 
 
@@ -117,6 +152,17 @@ CHANGES: dict[str, dict[str, Any]] = {
             expert_bias=True,
         ),
         "multi_token_prediction": MultiTokenPredictionConfig(num_layers=2),
+    },
+    "mixtral": {"moe": MoEConfig(num_experts=4)},
+    "qwen3_moe": {
+        "qk_layernorm": True,
+        "moe": MoEConfig(num_experts=4, ffn_hidden_size=8, layer_pattern="DE"),
+    },
+    "gpt_oss": {
+        "add_bias_linear": True,
+        "attention": AttentionConfig(sinks=True),
+        "clamp": ClampConfig(),
+        "moe": MoEConfig(num_experts=4, router_bias=True),
     },
     "qwen2": {"add_qkv_bias": True},
     "qwen3": {"qk_layernorm": True},
