@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import MoEConfig
+from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.rotary import RotaryConfig
 
 _GPT2: dict[str, Any] = {
@@ -50,6 +52,39 @@ _LLAMA31: dict[str, Any] = {
     "rotary": RotaryConfig(
         base=500000.0, scaling="llama3", factor=8.0, original_max_position_embeddings=8192
     ),
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "vocab_size": 129280,
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "ffn_hidden_size": 18432,
+    "max_position_embeddings": 163840,
+    "norm_epsilon": 1e-6,
+    "rotary": RotaryConfig(
+        interleaved=True,
+        scaling="yarn",
+        factor=40.0,
+        original_max_position_embeddings=4096,
+        mscale_all_dim=1.0,
+    ),
+    "latent_attention": LatentAttentionConfig(q_lora_rank=1536, kv_lora_rank=512),
+    "moe": MoEConfig(
+        num_experts=256,
+        router_topk=8,
+        ffn_hidden_size=2048,
+        shared_expert_ffn_hidden_size=2048,
+        first_dense_layers=3,
+        router_score_function="sigmoid",
+        router_num_groups=8,
+        router_group_topk=4,
+        router_group_best=2,
+        router_topk_scaling_factor=2.5,
+        load_balancing="seq_aux_loss",
+        aux_loss_coeff=1e-4,
+        expert_bias=True,
+    ),
+    "multi_token_prediction": MultiTokenPredictionConfig(loss_scaling_factor=0.3),
 }
 _TINY: dict[str, Any] = {
     "vocab_size": 257,
@@ -156,6 +191,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             aux_loss_coeff=0.001,
         ),
     },
+    "deepseek-v3": _DEEPSEEK_V3,
     "tiny": _TINY,
     "tiny-moe": _TINY
     | {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64, aux_loss_coeff=0.01)},

@@ -25,6 +25,17 @@ def test_published_numbers_of_parameters(name):
     assert preset_config(name).num_parameters() == PUBLISHED[name]
 
 
+def test_published_number_of_parameters_of_deepseek_v3():
+    """671 billion without the layer of multi-token prediction; 685 with it and with the copies of
+    embedding and head that its files hold.
+    """
+    config = preset_config("deepseek-v3")
+    without = config.with_changes(multi_token_prediction=None)
+    assert without.num_parameters() == 671_026_404_352
+    copies = 2 * config.vocab_size * config.hidden_size
+    assert config.num_parameters() + copies == 684_489_845_504
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_valid_and_its_network_holds_what_it_counts(name):
     config = preset_config(name)
