@@ -125,7 +125,10 @@ def _place_of(name: str) -> tuple[Place, str]:
 def _no_module(place: Place, found: Mapping[Place, Projection], family: Family) -> str:
     parts = [p.part for p in found if p.path == place.path]
     if not parts:
-        return f"{place.path}: {family.architecture} has no linear module for its adapter"
+        return (
+            f"{place.path}: {family.architecture} has no linear module for its adapter; leave it"
+            " out of the targets, or export the merged model"
+        )
     remedy = "True" if parts == [WHOLE] else "False"
     return (
         f"{place.path}: {family.architecture} has {'one module' if parts == [WHOLE] else parts}"

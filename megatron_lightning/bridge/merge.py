@@ -26,7 +26,7 @@ class Factors:
 
     parts: Parts | None
     pairs: Mapping[str, tuple[Callable[[], Tensor], ...]]
-    """By projection: what gives A (rank, in) and B (*out, rank), local."""
+    """By projection: what gives A (rank, in) and B (*out, rank), local; of stacked experts, all."""
     offsets: tuple[int, ...]
     """Where the box begins in the weight."""
     shape: tuple[int, ...]
@@ -36,17 +36,19 @@ class Factors:
     @torch.no_grad()
     def product(self) -> Tensor:
         """What the adapters add to the box, in float32."""
-        deltas = {name: self._one(a().float(), b().float()) for name, (a, b) in self.pairs.items()}
-        *out, inner = self.shape
+        pairs = {name: (a().float(), b().float()) for name, (a, b) in self.pairs.items()}
+        lead = next(iter(pairs.values()))[0].dim() - 2  # 1 for stacked experts
+        deltas = {name: self._one(a, b, lead) for name, (a, b) in pairs.items()}
         if self.parts is None:
-            return deltas[WHOLE].movedim(0, -1)
-        like = next(iter(deltas.values())).new_empty(inner, *out)
-        return self.parts.join(deltas, like).movedim(0, -1)
+            return deltas[WHOLE].movedim(lead, -1)
+        *out, inner = self.shape
+        like = next(iter(deltas.values())).new_empty(*out[:lead], inner, *out[lead:])
+        return self.parts.join(deltas, like).movedim(lead, -1)
 
-    def _one(self, a: Tensor, b: Tensor) -> Tensor:
-        """(in, *out): what the adapter makes of each input feature alone."""
-        delta = a.t() @ b.flatten(0, -2).t() * self.scale
-        return delta.unflatten(-1, b.shape[:-1])
+    def _one(self, a: Tensor, b: Tensor, lead: int) -> Tensor:
+        """(*experts, in, *out): what the adapter makes of each input feature alone."""
+        delta = a.transpose(-1, -2) @ b.flatten(lead, -2).transpose(-1, -2) * self.scale
+        return delta.unflatten(-1, b.shape[lead:-1])
 
 
 @dataclass

@@ -24,11 +24,13 @@ from megatron_lightning.config.plan import (
     Role,
     Split,
     column,
+    experts,
     replicated,
     row,
 )
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.parallel.random import Constant, Uniform
 from megatron_lightning.parallel.streams import Layout
 
@@ -122,20 +124,53 @@ class LowRank(nn.Module):
         return self.lora_b(self.lora_a(self.dropout(x))) * self.scale
 
 
+class LowRankExperts(nn.Module):
+    """The same for each of stacked experts: (R, in_features) rows sorted by expert, (E,) rows of
+    each -> (R, *output_shape).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        output_shape: Sequence[int],
+        config: LoraConfig,
+    ) -> None:
+        """Build on the meta device."""
+        super().__init__()
+        bound = 1.0 / math.sqrt(in_features)
+        first, second = Uniform(-bound, bound), Constant(0.0)
+        self.scale = config.scale
+        self.dropout = Dropout(config.dropout, Layout.FEATURES)  # no two ranks have the same rows
+        self.lora_a = ExpertLinear(
+            num_experts, in_features, (config.rank,), bias=False, initial=first, device="meta"
+        )
+        self.lora_b = ExpertLinear(
+            num_experts, config.rank, output_shape, bias=False, initial=second, device="meta"
+        )
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """See `ExpertLinear.forward`."""
+        return self.lora_b(self.lora_a(self.dropout(rows), counts), counts) * self.scale
+
+
 class Adapters(nn.ModuleDict):
     """The adapters of one linear layer, by projection, or one for all of its output."""
 
-    def __init__(self, adapters: Mapping[str, LowRank], parts: Parts | None) -> None:
+    def __init__(
+        self, adapters: Mapping[str, LowRank | LowRankExperts], parts: Parts | None
+    ) -> None:
         super().__init__(adapters)
         self.parts = parts
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, *counts: Tensor) -> Tensor:
         """Add to the layer's output `y` (..., *output_shape) what the adapters make of its input
-        `x`.
+        `x`; `counts`: rows of each of stacked experts.
         """
         if self.parts is None:
-            return y + self[WHOLE](x)
-        return y + self.parts.join({name: adapter(x) for name, adapter in self.items()}, y)
+            return y + self[WHOLE](x, *counts)
+        made = {name: adapter(x, *counts) for name, adapter in self.items()}
+        return y + self.parts.join(made, y)
 
 
 def attach(
@@ -156,16 +191,13 @@ def attach(
     rows: dict[str, Split] = {}
     for path, names in chosen.items():
         module = network.get_submodule(path)
-        assert isinstance(module, Linear)
+        assert isinstance(module, (Linear, ExpertLinear))
         split = plan.split_of(f"{path}.weight")
         packed = None if names == (WHOLE,) else _parts_of(path, parts)
-        *shape, in_features = module.weight.shape
-        layout = Layout.FEATURES if split.role is Role.ROW else Layout.HIDDEN
         made = {}
         for name in names:
-            output: int | list[int] = shape if packed is None else packed.features(name, shape)
-            made[name] = LowRank(in_features, output, config, layout)
-            of_a, of_b = _rows(split, is_part=packed is not None)
+            made[name] = _beside(module, split, config, packed, name)
+            of_a, of_b = _rows(split, module.weight.dim(), is_part=packed is not None)
             glob = ".".join("*" if word.isdecimal() else word for word in path.split("."))
             rows[f"{glob}.{ADAPTERS}.{name}.lora_a.weight"] = of_a
             rows[f"{glob}.{ADAPTERS}.{name}.lora_b.weight"] = of_b
@@ -173,8 +205,31 @@ def attach(
     return rows
 
 
-def _rows(base: Split, *, is_part: bool) -> tuple[Split, Split]:
-    """How A and B are split beside a weight that is split so."""
+def _beside(
+    module: Linear | ExpertLinear,
+    split: Split,
+    config: LoraConfig,
+    packed: Parts | None,
+    name: str,
+) -> LowRank | LowRankExperts:
+    *shape, in_features = module.weight.shape
+    if isinstance(module, Linear):
+        layout = Layout.FEATURES if split.role is Role.ROW else Layout.HIDDEN
+        output = shape if packed is None else [packed.features(name, shape)]
+        return LowRank(in_features, output, config, layout)
+    num_experts, *shape = shape
+    output = shape if packed is None else [packed.features(name, shape)]
+    return LowRankExperts(num_experts, in_features, output, config)
+
+
+def _rows(base: Split, dims: int, *, is_part: bool) -> tuple[Split, Split]:
+    """How A and B are split beside a weight of `dims` dims that is split so."""
+    if base.role is Role.EXPERT:
+        if base.dim is None:
+            return experts(), experts()
+        if base.dim % dims == dims - 1:
+            return experts(2), experts()
+        return experts(), experts(1 if is_part else base.dim)
     if base.role is Role.COLUMN:
         dim = 0 if is_part else base.dim
         assert dim is not None
@@ -185,7 +240,8 @@ def _rows(base: Split, *, is_part: bool) -> tuple[Split, Split]:
 
 
 def _takes_adapters(path: str, module: nn.Module, plan: ParallelPlan) -> bool:
-    if not isinstance(module, Linear) or type(module).forward is not Linear.forward:
+    kinds = (Linear, ExpertLinear)
+    if not any(isinstance(module, k) and type(module).forward is k.forward for k in kinds):
         return False
     return plan.split_of(f"{path}.weight").role is not Role.VOCABULARY
 

@@ -10,7 +10,8 @@ from typing import Any, Self
 from torch import nn
 
 from megatron_lightning.config.lora import LoraConfig, is_adapter
-from megatron_lightning.config.plan import ParallelPlan, Split, canonical_name
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan, Role, Split, canonical_name
 from megatron_lightning.layers.given import ValueSource
 from megatron_lightning.layers.lora import Parts, attach
 
@@ -100,6 +101,30 @@ class HoldsAdapters:
             return tuple(self.adapter_parts()) if self.lora.joined else ()
         record = self.source_record  # type: ignore[attr-defined]
         return () if record is None else record.get("joined", ())
+
+    def adapter_problems(self, config: ParallelConfig) -> list[str]:
+        """What the layout can't do with the adapters, as explained sentences."""
+        if self.lora is None:
+            return []
+        try:
+            rows = self.adapted_plan(ParallelPlan()).splits
+        except ValueError:
+            return []  # told where the network is built
+        if not any(split.role is Role.EXPERT for split in rows.values()):
+            return []
+        problems = []
+        if config.expert_tensor_size > 1:
+            problems.append(
+                f"expert_tensor_parallel_size={config.expert_tensor_size}: adapters of experts are"
+                " not split; set it to 1, or leave the experts out of lora.targets"
+            )
+        if config.runtime.exact_dropout and self.lora.dropout > 0:
+            problems.append(
+                f"runtime.exact_dropout=True with lora.dropout={self.lora.dropout}: rows of experts"
+                " have no place in a sequence; leave the experts out of lora.targets, or set one"
+                " to 0"
+            )
+        return problems
 
     # ------------------------------------------------------------------ files
 

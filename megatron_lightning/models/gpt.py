@@ -102,6 +102,7 @@ class GPTModel(MegatronModule):
         """What the layout can't do with this model, before anything is started."""
         problems = check_tensor_parallel(self.config, config.tensor_parallel_size)
         problems += check_context_heads(self.config, config)
+        problems += self.adapter_problems(config)
         dropout = self.config.attention_dropout
         if config.runtime.exact_dropout and dropout > 0 and self.attention != "reference":
             problems.append(
@@ -163,12 +164,6 @@ class GPTModel(MegatronModule):
             cu_seqlens=batch.get("cu_seqlens"),
         )  # (B, S)
         return masked_mean(losses, batch["loss_mask"])
-
-    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """Tokens over which `training_step`'s loss of a whole micro-batch is a mean; None: it is a
-        plain mean. What weighs routers' losses, also on stages that don't compute the loss.
-        """
-        return batch["loss_mask"].sum() if self.loss_normalization == "token" else None
 
     def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
         """Tokens over which `training_step`'s loss of a whole micro-batch is a mean; None: it is a

@@ -9,6 +9,7 @@ import torch
 from megatron_lightning.config import (
     DataParallelConfig,
     LoraConfig,
+    MoEConfig,
     PipelineConfig,
     RecomputeConfig,
     RuntimeConfig,
@@ -25,15 +26,30 @@ PARTS = LoraConfig(rank=2, targets=("linear_qkv:query", "linear_qkv:value", "mlp
 UPPER = LoraConfig(rank=2, targets=("layers.[23].*.linear_*",))
 """Nothing is trained on the first of two stages."""
 JOINED = LoraConfig(rank=4, joined=True, rank_stabilised=True)
+EXPERTS = dict(
+    moe=MoEConfig(
+        num_experts=4, ffn_hidden_size=64, shared_expert_ffn_hidden_size=32, layer_pattern="ED"
+    )
+)
 BIASES = dict(add_bias_linear=True, norm="layernorm", gated_linear_unit=False, activation="gelu")
 
 FAST: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
     "tp2": (2, dict(tensor_parallel_size=2), LORA, {}),
     "tp2_sp_parts": (2, TENSOR, PARTS, {}),
     "pp2_upper_layers": (2, PIPELINE, UPPER, {}),
+    "ep2": (2, dict(expert_parallel_size=2), LORA, EXPERTS),
     "tp2_sp_fsdp2": (4, TENSOR | {"data_parallel": FULL}, LORA, {}),
 }
 SLOW: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
+    "tp2_sp_ep2_zero": (
+        4,
+        TENSOR
+        | dict(expert_parallel_size=2, expert_tensor_parallel_size=1)
+        | {"data_parallel": ZERO},
+        PARTS,
+        EXPERTS,
+    ),
+    "ep2_fsdp": (4, dict(expert_parallel_size=2, data_parallel=FULL), LORA, EXPERTS),
     "cp2_biases": (2, dict(context_parallel_size=2), LORA, BIASES),
     "tp2_sp_pp2_zero": (8, TENSOR | PIPELINE | {"data_parallel": ZERO}, JOINED, {}),
     "pp2_interleaved_recompute": (
@@ -82,7 +98,7 @@ def check(
 
 @pytest.mark.parametrize("case", FAST)
 def test_training_equals_one_process(case: str) -> None:
-    ranks = check(FAST[case])
+    ranks = check(FAST[case], short=True)
     begun, ended = (assemble([rank[what] for rank in ranks]) for what in ("initial", "final"))
     changed = {name for name in begun if not torch.equal(begun[name], ended[name])}
     assert changed == {name for name in begun if ".adapters." in name}

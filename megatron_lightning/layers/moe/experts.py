@@ -29,6 +29,9 @@ class ExpertLinear(nn.Module):
     in_features).
     """
 
+    adapters: nn.Module | None
+    """Low-rank adapters, see `layers/lora.py`: (rows, output, counts) -> output."""
+
     def __init__(
         self,
         num_experts: int,
@@ -48,6 +51,7 @@ class ExpertLinear(nn.Module):
         first: the bias counts once, and its gradient is whole on each.
         """
         self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
+        self.adapters = None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """(R, in_features) sorted by expert, (E_local,) rows of each -> (R, *output_shape); shapes
@@ -60,7 +64,8 @@ class ExpertLinear(nn.Module):
             y = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends.to(torch.int32))
         else:
             y = _one_by_one(rows, weight, counts)
-        return y.unflatten(-1, output_shape)
+        y = y.unflatten(-1, output_shape)
+        return y if self.adapters is None else self.adapters(rows, y, counts)
 
     def bias_rows(self, num_rows: int, counts: Tensor) -> Tensor | None:
         """(R, *output_shape): each row its expert's bias, 0 behind the last; None without bias."""
