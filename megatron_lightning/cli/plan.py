@@ -31,6 +31,7 @@ from megatron_lightning.cli.plan_suggest import (
 )
 from megatron_lightning.cli.plan_text import as_text
 from megatron_lightning.cli.plan_values import as_values
+from megatron_lightning.config.expert import DispatcherName
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName, ShardingName
 from megatron_lightning.config.recompute import RecomputeMethod, RecomputeMode
 from megatron_lightning.config.training import OptimizerName
@@ -41,6 +42,8 @@ _PARALLEL = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "context_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
     "sequence_parallel",
 )
 _PIPELINE = {
@@ -133,6 +136,7 @@ def _parallel(base: ParallelConfig, given: dict[str, Any]) -> ParallelConfig:
         data_parallel=changed(base.data_parallel, _DATA),
         recompute=changed(base.recompute, _RECOMPUTE),
         context=changed(base.context, {"context_form": "form"}),
+        expert=changed(base.expert, {"dispatcher": "dispatcher"}),
         runtime=runtime,
     )
 
@@ -156,13 +160,14 @@ def _parser() -> Parser:
     add("--gpu", choices=sorted(HARDWARE), help="kind of GPU (default: h100)")
     add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, if another")
     group = parser.add_argument_group("layout, as of MegatronStrategy")
-    for axis in ("tensor", "pipeline", "context"):
+    for axis in ("tensor", "pipeline", "context", "expert", "expert-tensor"):
         group.add_argument(f"--{axis}-parallel-size", type=int, metavar="N")
     group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
     group.add_argument("--schedule", choices=get_args(ScheduleName))
     group.add_argument("--virtual-pipeline-size", type=int, metavar="N")
     group.add_argument("--pipeline-layout", metavar="STAGES", help='e.g. "Et*3|t*4|t*2L"')
     group.add_argument("--context-form", metavar="FORM")
+    group.add_argument("--dispatcher", choices=get_args(DispatcherName), help="of experts")
     group.add_argument("--sharding", choices=get_args(ShardingName))
     group.add_argument("--replicas", type=int, metavar="N")
     group.add_argument("--offload-optimizer", action=argparse.BooleanOptionalAction)

@@ -15,6 +15,7 @@ from megatron_lightning.config.activations import (
     layer_rows,
 )
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.moe import expert_width
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.parallel.pipeline import ChunkUnits
 from megatron_lightning.precision.policy import policy_for
@@ -37,6 +38,11 @@ LAYER_MODULES = (
     "mlp",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
     "mlp_dropout",
 )
 """Paths within a layer that selective recompute may name."""
@@ -61,7 +67,7 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     model, config = request.model, request.parallel
     sizes = activation_sizes(request)
     tokens = request.micro_batch_size * -(-request.seq_length // config.context_parallel_size)
-    whole = [tokens * _kept(model, sizes, _slides(request, layer), ()) for layer in chunk.layers]
+    whole = [tokens * _kept(model, sizes, *_kind(request, layer), ()) for layer in chunk.layers]
     kept, again = _layers_kept(request, chunk.layers, whole, tokens, sizes)
     host = 0.0
     if config.recompute.offload:  # two layers are on their way at a time
@@ -93,6 +99,8 @@ def activation_sizes(request: PlanRequest) -> ActivationSizes:
         tensor_parallel_size=config.tensor_parallel_size,
         sequence_parallel=config.sequence_parallel,
         bytes_per_element=policy_for(request.precision).params_dtype.itemsize,
+        expert_size=config.expert_parallel_size,
+        expert_tensor_size=config.expert_tensor_size,
         compiled=config.runtime.compile_layers,
     )
 
@@ -112,9 +120,14 @@ def _matching(globs: tuple[str, ...], layer: int) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _kept(
-    model: GPTConfig, sizes: ActivationSizes, sliding: bool, recomputed: tuple[str, ...]
+    model: GPTConfig,
+    sizes: ActivationSizes,
+    sliding: bool,
+    experts: bool,
+    recomputed: tuple[str, ...],
 ) -> float:
-    return kept_bytes_per_token(layer_rows(model, sizes, sliding=sliding), recomputed)
+    rows = layer_rows(model, sizes, sliding=sliding, experts=experts)
+    return kept_bytes_per_token(rows, recomputed)
 
 
 def _layers_kept(
@@ -141,14 +154,17 @@ def _layers_kept(
     back = 0.0
     for layer, all_of_it in zip(layers, whole, strict=True):
         paths = recomputed_paths(config, layer)
-        remaining = tokens * _kept(request.model, sizes, _slides(request, layer), paths)
+        remaining = tokens * _kept(request.model, sizes, *_kind(request, layer), paths)
         kept += remaining
         back = max(back, all_of_it - remaining)
     return kept, back
 
 
-def _slides(request: PlanRequest, layer: int) -> bool:
-    return 0 < request.model.window_of(layer) < request.seq_length
+def _kind(request: PlanRequest, layer: int) -> tuple[bool, bool]:
+    """(whether the layer's window slides, whether it has experts)."""
+    moe = request.model.moe
+    slides = 0 < request.model.window_of(layer) < request.seq_length
+    return slides, moe is not None and moe.is_moe_layer(layer)
 
 
 def _working_bytes_per_token(request: PlanRequest, sizes: ActivationSizes) -> float:
@@ -157,5 +173,9 @@ def _working_bytes_per_token(request: PlanRequest, sizes: ActivationSizes) -> fl
     """
     model = request.model
     width = model.ffn_hidden_size / sizes.tensor_parallel_size
+    if model.moe is not None:  # rows of experts; those that come in and go out beside them
+        rows = model.moe.router_topk * sizes.expert_tensor_size / sizes.tensor_parallel_size
+        columns = expert_width(model) / sizes.expert_tensor_size
+        width = max(width, rows * (columns + model.hidden_size / 2))
     inside = 3 * width if model.gated_linear_unit else width
     return sizes.bytes_per_element * (inside + 2 * model.hidden_size / sizes.split_hidden)

@@ -70,7 +70,12 @@ def make_plan(request: PlanRequest, *, simulated: bool = True) -> Plan:
     left out.
     """
     layout = layout_of(request)
-    units = unit_parameters(request.model, request.parallel.tensor_parallel_size)
+    units = unit_parameters(
+        request.model,
+        request.parallel.tensor_parallel_size,
+        request.parallel.expert_parallel_size,
+        request.parallel.expert_tensor_size,
+    )
     schedule = actions_of(request, layout)
     ranks = tuple(
         pipeline_rank(request, layout, units, rank, actions)
@@ -85,6 +90,8 @@ def make_plan(request: PlanRequest, *, simulated: bool = True) -> Plan:
             tensor=request.parallel.tensor_parallel_size,
             pipeline=request.parallel.pipeline_parallel_size,
             context=request.parallel.context_parallel_size,
+            expert=request.parallel.expert_parallel_size,
+            expert_tensor=request.parallel.expert_tensor_size,
         ),
         layout=layout,
         parameters=units,

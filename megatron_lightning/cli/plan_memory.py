@@ -7,6 +7,7 @@ along the schedule adds what forwards keep and what a backward works with.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -16,12 +17,12 @@ from megatron_lightning.cli.plan_activations import ChunkActivations, chunk_acti
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.cli.plan_traffic import Traffic, traffic_of
 from megatron_lightning.config.model import GPTConfig
-from megatron_lightning.config.model_states import StateDtypes, state_bytes
+from megatron_lightning.config.model_states import StateBytes, StateDtypes, state_bytes
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.actions import Action, Kind
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.pipeline import StageLayout
-from megatron_lightning.parallel.tensor import apply_tensor_parallel
+from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.precision.policy import policy_for
 
 WORKSPACE_BYTES = 64 << 20
@@ -41,6 +42,8 @@ class UnitParameters:
     """What the last stage holds besides when it ties its head to an embedding on another stage."""
     total: int
     """Of the whole model, in one process, a tied head once and without padding."""
+    experts: tuple[int, ...]
+    """Of each layer's parameters those that are experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +83,27 @@ class PipelineRank:
 
 
 @functools.lru_cache(maxsize=64)
-def unit_parameters(model: GPTConfig, tensor_parallel_size: int) -> UnitParameters:
+def unit_parameters(
+    model: GPTConfig, tensor_parallel_size: int, expert_size: int = 1, expert_tensor_size: int = 1
+) -> UnitParameters:
     """Count what each unit holds on the first tensor rank, padding included."""
     module = GPTModel(model)
     network, plan = module.build_network("meta"), module.parallel_plan()
     axis = MeshAxis(name="tp", size=tensor_parallel_size)
-    table = apply_tensor_parallel(network, plan, axis)
+    axes = ExpertAxes(
+        expert=MeshAxis(name="ep", size=expert_size),
+        tensor=MeshAxis(name="etp", size=expert_tensor_size),
+    )
+    table = apply_tensor_parallel(network, plan, axis, experts=axes)
     parameters = dict(network.named_parameters())
     counts = {name: parameter.numel() for name, parameter in parameters.items()}
     prefix = f"{plan.layers}."
-    layers = [0] * model.num_layers
+    layers, experts = [0] * model.num_layers, [0] * model.num_layers
     for name, count in counts.items():
         if name.startswith(prefix):
-            layers[int(name.removeprefix(prefix).split(".")[0])] += count
+            number = int(name.removeprefix(prefix).split(".")[0])
+            layers[number] += count
+            experts[number] += count * table[name].expert
 
     def under(paths: Sequence[str]) -> int:
         return sum(
@@ -108,6 +119,7 @@ def unit_parameters(model: GPTConfig, tensor_parallel_size: int) -> UnitParamete
         head=under(plan.last),
         tied_copy=sum(counts[name] for name in tied),
         total=sum(math.prod(row.global_shape) for row in table.values()),
+        experts=tuple(experts),
     )
 
 
@@ -145,12 +157,8 @@ def pipeline_rank(
     kept, working, host = walk(actions, each)
     config = request.parallel.data_parallel
     shards = request.data_parallel_size * request.parallel.context_parallel_size
-    states = state_bytes(
-        dtypes,
-        sharding=config.sharding,
-        shards=shards // config.replicas,
-        offload=config.offload_optimizer,
-    )
+    experts = sum(units.experts[layer] for layer in layers)
+    states = _states(request, dtypes, count - experts, experts)
     unsharded = 0.0
     if config.sharding == "fsdp" and shards > config.replicas:
         ends = count - sum(units.layers[layer] for layer in layers)
@@ -158,12 +166,12 @@ def pipeline_rank(
     if not dtypes.has_masters and dtypes.main_gradients != dtypes.parameters:
         unsharded += count * dtypes.parameters  # gradients once more in the parameters' dtype
     memory = RankMemory(
-        parameters=round(count * states.parameters),
-        gradients=round(count * states.gradients),
-        optimizer=round(count * states.optimizer),
+        parameters=round(states.parameters),
+        gradients=round(states.gradients),
+        optimizer=round(states.optimizer),
         activations=round(kept),
         buffers=round(working + unsharded + WORKSPACE_BYTES),
-        host=round(count * states.host + host),
+        host=round(states.host + host),
     )
     return PipelineRank(
         rank=rank,
@@ -174,7 +182,28 @@ def pipeline_rank(
         num_parameters=count,
         peak_live=peak_live(actions),
         memory=memory,
-        traffic=traffic_of(request, layout, rank, parameters=count, dtypes=dtypes),
+        traffic=traffic_of(
+            request, layout, rank, parameters=count - experts, experts=experts, dtypes=dtypes
+        ),
+    )
+
+
+def _states(request: PlanRequest, dtypes: StateDtypes, dense: int, experts: int) -> StateBytes:
+    """Bytes of all states of a rank: experts have other, fewer, replicas to share theirs out to."""
+    config = request.parallel.data_parallel
+    ranks = request.data_parallel_size * request.parallel.context_parallel_size
+    found = []
+    for count, copies in ((dense, ranks), (experts, request.expert_data_size)):
+        shards = copies // math.gcd(copies, config.replicas)
+        each = state_bytes(
+            dtypes, sharding=config.sharding, shards=shards, offload=config.offload_optimizer
+        )
+        found.append([count * getattr(each, f.name) for f in dataclasses.fields(each)])
+    return StateBytes(
+        **{
+            field.name: sum(values)
+            for field, *values in zip(dataclasses.fields(StateBytes), *found, strict=True)
+        }
     )
 
 

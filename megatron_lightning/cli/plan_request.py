@@ -100,6 +100,11 @@ class PlanRequest:
         return self.gpus // self.parallel.model_parallel_size
 
     @property
+    def expert_data_size(self) -> int:
+        """Ranks that hold equal experts."""
+        return self.gpus // self.parallel.expert_model_size
+
+    @property
     def batch_size(self) -> int:
         """Samples of one batch over all ranks."""
         if self.global_batch_size is not None:

@@ -20,11 +20,11 @@ from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfi
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, check_layout, check_world
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.mesh import rank_lists
+from megatron_lightning.parallel.mesh import EXPERT_ORDER, expert_rank_lists, rank_lists
 
 EFFICIENCY = 0.6
 """Share of the peak that the products reach, all told."""
-EXPOSED = {"tensor": 1.0, "context": 0.5, "pipeline": 0.2, "data": 0.2}
+EXPOSED = {"tensor": 1.0, "context": 0.5, "pipeline": 0.2, "data": 0.2, "expert": 0.8}
 """Share of each dimension's communication that nothing hides."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 VIRTUAL_SIZES = (1, 2, 4)
@@ -100,23 +100,25 @@ def _best(request: PlanRequest, sizes: Sizes) -> tuple[Suggestion | None, str]:
     best: Suggestion | None = None
     smallest: Plan | None = None
     reason = ""
-    for micro_batch_size in MICRO_BATCH_SIZES:
-        for virtual_size in VIRTUAL_SIZES if sizes[1] > 1 else (1,):
-            candidate = _with_sizes(request, sizes, micro_batch_size, virtual_size)
-            problems = _problems(candidate)
-            if problems:
-                reason = reason or problems[0]
-                continue
-            for recompute in RECOMPUTES:
-                parallel = dataclasses.replace(candidate.parallel, recompute=recompute)
-                variant = dataclasses.replace(candidate, parallel=parallel)
-                found = _estimate(variant, simulated=False)
-                if smallest is None or found.plan.peak_bytes < smallest.peak_bytes:
-                    smallest = found.plan
-                if found.plan.fits:
-                    if best is None or found.step_seconds < best.step_seconds:
-                        best = found
-                    break  # less memory is slower from here on
+    virtual_sizes = VIRTUAL_SIZES if sizes[1] > 1 else (1,)
+    for expert_size, micro_batch_size, virtual_size in itertools.product(
+        _expert_sizes(request, sizes), MICRO_BATCH_SIZES, virtual_sizes
+    ):
+        candidate = _with_sizes(request, sizes, expert_size, micro_batch_size, virtual_size)
+        problems = _problems(candidate)
+        if problems:
+            reason = reason or problems[0]
+            continue
+        for recompute in RECOMPUTES:
+            parallel = dataclasses.replace(candidate.parallel, recompute=recompute)
+            variant = dataclasses.replace(candidate, parallel=parallel)
+            found = _estimate(variant, simulated=False)
+            if smallest is None or found.plan.peak_bytes < smallest.peak_bytes:
+                smallest = found.plan
+            if found.plan.fits:
+                if best is None or found.step_seconds < best.step_seconds:
+                    best = found
+                break  # less memory is slower from here on
     if best is None and smallest is not None:
         states = smallest.ranks[0].memory
         reason = (
@@ -127,8 +129,21 @@ def _best(request: PlanRequest, sizes: Sizes) -> tuple[Suggestion | None, str]:
     return best, reason
 
 
+def _expert_sizes(request: PlanRequest, sizes: Sizes) -> list[int]:
+    """Expert parallel sizes to try: powers of 2 that divide the experts and a stage's ranks."""
+    moe, ranks = request.model.moe, request.gpus // sizes[1]
+    if moe is None:
+        return [1]
+    powers = [1 << i for i in range(ranks.bit_length())]
+    return [n for n in powers if moe.num_experts % n == 0 and ranks % n == 0]
+
+
 def _with_sizes(
-    request: PlanRequest, sizes: Sizes, micro_batch_size: int, virtual_size: int
+    request: PlanRequest,
+    sizes: Sizes,
+    expert_size: int,
+    micro_batch_size: int,
+    virtual_size: int,
 ) -> PlanRequest:
     tensor, pipeline, context = sizes
     config = request.parallel
@@ -137,6 +152,8 @@ def _with_sizes(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         context_parallel_size=context,
+        expert_parallel_size=expert_size,
+        expert_tensor_parallel_size=1 if expert_size > 1 else None,
         sequence_parallel=tensor > 1,
         pipeline=dataclasses.replace(
             config.pipeline, schedule="1f1b", virtual_pipeline_size=virtual_size, layout=None
@@ -198,9 +215,14 @@ def _seconds(plan: Plan, request: PlanRequest, scale: float, stretch: float) -> 
     products = scale * plan.hardware_flops / request.gpus / (hardware.tflops * 1e12 * EFFICIENCY)
     seconds = products * stretch
     order = tuple(request.parallel.runtime.axis_order)
-    axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+    axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp", "expert": "ep"}
     for name, axis in axes.items():
-        group = rank_lists(plan.sizes, order, [axis])[0]
+        groups = (
+            expert_rank_lists(plan.sizes, order, EXPERT_ORDER, [axis])
+            if name == "expert"
+            else rank_lists(plan.sizes, order, [axis])
+        )
+        group = groups[0]
         within = len({rank // request.gpus_per_node for rank in group}) == 1
         speed = hardware.node_gb_per_second if within else hardware.network_gb_per_second
         sent: float = max(getattr(rank.traffic, name) for rank in plan.ranks)
@@ -221,6 +243,8 @@ def suggestions_as_values(suggestions: Suggestions) -> dict[str, object]:
                 "tensor_parallel_size": s.plan.request.parallel.tensor_parallel_size,
                 "pipeline_parallel_size": s.plan.request.parallel.pipeline_parallel_size,
                 "context_parallel_size": s.plan.request.parallel.context_parallel_size,
+                "expert_parallel_size": s.plan.request.parallel.expert_parallel_size,
+                "expert_tensor_parallel_size": s.plan.request.parallel.expert_tensor_size,
                 "data_parallel_size": s.plan.request.data_parallel_size,
                 "virtual_pipeline_size": s.plan.layout.virtual_size,
                 "micro_batch_size": s.plan.request.micro_batch_size,
@@ -254,6 +278,7 @@ def suggestions_as_text(suggestions: Suggestions) -> str:
                 sizes.pipeline_parallel_size,
                 sizes.context_parallel_size,
                 request.data_parallel_size,
+                sizes.expert_parallel_size,
                 s.plan.layout.virtual_size,
                 request.micro_batch_size,
                 recompute.mode + modules,
@@ -264,12 +289,14 @@ def suggestions_as_text(suggestions: Suggestions) -> str:
             )
         )
     header = (
-        *("tensor", "pipeline", "context", "data", "virtual", "micro-batch", "recompute"),
+        *("tensor", "pipeline", "context", "data", "expert"),
+        *("virtual", "micro-batch", "recompute"),
         *("GiB", "bubble", "seconds", "utilisation"),
     )
     text = (
         "Suggestions, fastest first (times rank the layouts, they are no predictions;"
-        " sequence_parallel with tensor > 1, sharding='optimizer' with data x context > 1)\n"
+        " sequence_parallel with tensor > 1, sharding='optimizer' with data x context > 1,"
+        " expert_tensor_parallel_size=1 with expert > 1)\n"
     )
     text += table(header, rows) if rows else "none fits"
     if suggestions.refused:

@@ -51,6 +51,13 @@ def _head(plan: Plan) -> str:
         f" x context_parallel_size={config.context_parallel_size}"
         f" x data_parallel_size={request.data_parallel_size}"
     )
+    if config.folds_experts:
+        sizes += (
+            f"; of experts: expert_parallel_size={config.expert_parallel_size}"
+            f" x expert_tensor_parallel_size={config.expert_tensor_size}"
+            f" x pipeline_parallel_size={config.pipeline_parallel_size}"
+            f" x {request.expert_data_size} copies"
+        )
     batch = (
         f"seq_length={request.seq_length}, micro_batch_size={request.micro_batch_size},"
         f" global_batch_size={request.batch_size}: {request.num_microbatches} micro-batches a rank"
@@ -130,7 +137,7 @@ def _traffic(plan: Plan) -> str:
         (rank.rank, *(gib(value) for value in dataclasses.astuple(rank.traffic)))
         for rank in plan.ranks
     ]
-    header = ("pipeline rank", "tensor", "pipeline", "context", "data")
+    header = ("pipeline rank", "tensor", "pipeline", "context", "data", "expert")
     return "Communication: GiB that a rank sends in a step\n" + table(header, rows)
 
 

@@ -6,6 +6,8 @@ bytes sends (k - 1) / k n on each of k ranks, an all-reduce twice that.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lightning.cli.plan_request import PlanRequest
@@ -21,6 +23,8 @@ class Traffic:
     pipeline: float
     context: float
     data: float
+    expert: float
+    """Rows of experts and back, balanced, both ways."""
 
 
 def traffic_of(
@@ -29,9 +33,10 @@ def traffic_of(
     pipeline_rank: int,
     *,
     parameters: int,
+    experts: int,
     dtypes: StateDtypes,
 ) -> Traffic:
-    """Traffic of one rank, which holds `parameters` parameters."""
+    """Traffic of one rank, which holds `parameters` dense parameters and `experts` of experts."""
     chunks = layout.chunks(pipeline_rank)
     layers = [layer for chunk in chunks for layer in chunk.layers]
     forwards = request.num_microbatches
@@ -49,8 +54,28 @@ def traffic_of(
         tensor=forwards * _tensor(request, len(layers), ends, hidden),
         pipeline=forwards * hops * crossing,
         context=forwards * len(layers) * _context(request, tokens * element),
-        data=_data(request, parameters, dtypes),
+        data=_data(request, parameters, dtypes, config.context_parallel_size)
+        + _data(request, experts, dtypes, None),
+        expert=forwards * _expert(request, layers, tokens * element),
     )
+
+
+def _expert(request: PlanRequest, layers: Sequence[int], element_tokens: float) -> float:
+    """Rows forth and back, in the forward and in the backward pass (once more forth and back where
+    layers are recomputed).
+    """
+    config, moe = request.parallel, request.model.moe
+    ranks = config.expert_parallel_size * config.expert_tensor_size
+    if moe is None or ranks == 1:
+        return 0.0
+    count = sum(moe.is_moe_layer(layer) for layer in layers)
+    width = moe.latent_size or request.model.hidden_size
+    own = element_tokens / config.tensor_parallel_size * width
+    if config.expert.dispatcher == "all_gather":
+        moved = (ranks - 1) * own
+    else:
+        moved = _ring(ranks) * config.expert_tensor_size * moe.router_topk * own
+    return count * moved * (6 if config.recompute.mode == "full" else 4)
 
 
 def _ring(size: int) -> float:
@@ -90,13 +115,14 @@ def _context(request: PlanRequest, element_tokens: float) -> float:
     return 3 * (size - 1) * keys_values  # forth; again for backward, with their gradients
 
 
-def _data(request: PlanRequest, parameters: int, dtypes: StateDtypes) -> float:
+def _data(request: PlanRequest, parameters: int, dtypes: StateDtypes, context: int | None) -> float:
+    """Of dense parameters, which context ranks share too, or (None) of experts."""
     config = request.parallel
-    ranks = request.data_parallel_size * config.context_parallel_size
+    ranks = request.expert_data_size if context is None else request.data_parallel_size * context
     gradients, weights = parameters * dtypes.main_gradients, parameters * dtypes.parameters
     if config.data_parallel.sharding == "none":
         return 2 * _ring(ranks) * gradients
-    replicas = config.data_parallel.replicas
+    replicas = math.gcd(ranks, config.data_parallel.replicas)
     shards = ranks // replicas
     between = 2 * _ring(replicas) * gradients / shards
     if config.data_parallel.sharding == "optimizer":

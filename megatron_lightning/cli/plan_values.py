@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble, stage_weights
 from megatron_lightning.cli.plan_memory import RESERVED_BYTES
-from megatron_lightning.parallel.mesh import rank_lists
+from megatron_lightning.parallel.mesh import EXPERT_ORDER, expert_rank_lists, rank_lists
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+EXPERT_AXES = {"etp": "expert tensor", "ep": "expert", "edp": "copies of experts"}
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
@@ -28,6 +29,8 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "context_parallel_size": config.context_parallel_size,
         "data_parallel_size": request.data_parallel_size,
+        "expert_parallel_size": config.expert_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_size,
         "layout": dataclasses.asdict(config),
         "seq_length": request.seq_length,
         "micro_batch_size": request.micro_batch_size,
@@ -70,13 +73,18 @@ def axes_of(plan: Plan) -> list[dict[str, Any]]:
     """Each axis of the mesh: size, the first group's ranks, and whether a group spans nodes."""
     order = tuple(plan.request.parallel.runtime.axis_order)
     rows = []
-    for name in reversed(order):
-        groups = rank_lists(plan.sizes, order, [name])
+    names = AXES | (EXPERT_AXES if plan.request.parallel.folds_experts else {})
+    for name in (*reversed(order), *(name for name in EXPERT_AXES if name in names)):
+        groups = (
+            expert_rank_lists(plan.sizes, order, EXPERT_ORDER, [name])
+            if name in EXPERT_AXES
+            else rank_lists(plan.sizes, order, [name])
+        )
         spans = max(len({rank // plan.request.gpus_per_node for rank in g}) for g in groups)
         rows.append(
             {
                 "axis": name,
-                "name": AXES[name],
+                "name": names[name],
                 "size": plan.sizes[name],
                 "groups": len(groups),
                 "first_group": list(groups[0]),
@@ -142,6 +150,8 @@ def notes_of(plan: Plan) -> list[str]:
             f"stages are unequal: the dearest costs {max(weights) / mean:.2f} times the mean; the"
             f" head costs {head:.2f} layers (pipeline.head_cost={config.pipeline.head_cost})"
         )
+    if request.model.moe is not None:
+        notes.append("activations and traffic of experts are those of an even load")
     if any(request.model.window_of(i) for i in range(request.model.num_layers)):
         notes.append("activations of sliding-window layers are approximate")
     if config.data_parallel.sharding == "none" and request.data_parallel_size > 1:

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from megatron_lightning.config.expert_activations import expert_tensors
 from megatron_lightning.config.model import GPTConfig
 
 STATISTIC_BYTES = 4
@@ -47,6 +48,9 @@ class ActivationSizes:
     """Of activations: 2 for bfloat16, 4 for float32."""
     fused_norm: bool = True
     """RMSNorm is one kernel (CUDA). False: float32 arithmetic of its own (CPU), keeping more."""
+    expert_size: int = 1
+    expert_tensor_size: int = 1
+    """Ranks that a layer's experts are dealt to, and that share the columns of one."""
     compiled: bool = False
     """Layers are compiled: what is cheap to compute again is not kept."""
 
@@ -58,10 +62,13 @@ class ActivationSizes:
 
 @functools.lru_cache(maxsize=64)
 def layer_rows(
-    model: GPTConfig, sizes: ActivationSizes, *, sliding: bool = False
+    model: GPTConfig, sizes: ActivationSizes, *, sliding: bool = False, experts: bool = False
 ) -> tuple[SavedTensor, ...]:
-    """Rows of one transformer layer; `sliding`: its window is shorter than the sequence."""
-    rows = _attention_rows(model, sizes, sliding=sliding) + _mlp_rows(model, sizes)
+    """Rows of one transformer layer; `sliding`: its window is shorter than the sequence; `experts`:
+    it has experts in place of the MLP.
+    """
+    mlp = _expert_rows(model, sizes) if experts else _mlp_rows(model, sizes)
+    rows = _attention_rows(model, sizes, sliding=sliding) + mlp
     return tuple(row for row in rows if not (sizes.compiled and row.pointwise))
 
 
@@ -215,6 +222,32 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
         )
     )
     return rows + _mask("mlp_dropout", model, hidden)
+
+
+def _expert_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
+    hidden = model.hidden_size / sizes.split_hidden
+    found = expert_tensors(
+        model,
+        element=sizes.bytes_per_element,
+        split_hidden=sizes.split_hidden,
+        tensor_size=sizes.tensor_parallel_size,
+        expert_size=sizes.expert_size,
+        expert_tensor_size=sizes.expert_tensor_size,
+    )
+    return [
+        _hidden("hidden between", model, sizes, "pre_mlp_layernorm", ()),
+        *_norm_rows("pre_mlp_layernorm", model, sizes, hidden, 1 / sizes.split_hidden),
+        *(
+            SavedTensor(
+                name=tensor.name,
+                bytes_per_token=tensor.bytes_per_token,
+                kept_by=tensor.kept_by,
+                enters=tensor.enters,
+            )
+            for tensor in found
+        ),
+        *_mask("mlp_dropout", model, hidden),
+    ]
 
 
 def _mask(path: str, model: GPTConfig, hidden: float) -> list[SavedTensor]:
