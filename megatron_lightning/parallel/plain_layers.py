@@ -18,6 +18,7 @@ from megatron_lightning.parallel.column import (
     deferrable_linear,
 )
 from megatron_lightning.parallel.main_gradient import summing_linear
+from megatron_lightning.parallel.quantized import QuantizedProducts
 
 Border = Callable[[Tensor], Tensor]
 """What a layer does to its input or output; None for nothing."""
@@ -53,6 +54,8 @@ class SplitLinear(nn.Linear):
     """True when the output is a partial sum: the bias is added behind `after`, hence once."""
     weight_sink: DefersWeightGradient | None = None
     """Set when the schedule splits backwards."""
+    quantized: QuantizedProducts | None = None
+    """Set where the layer's products run in low precision."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
@@ -61,7 +64,10 @@ class SplitLinear(nn.Linear):
 
     def _forward(self, input: Tensor) -> Tensor:
         bias = None if self.sums_output else self.bias
-        y = bordered_linear(input, self.weight, bias, self.before, self.weight_sink)
+        if self.quantized is not None:
+            y = self.quantized(input, self.weight, bias, self.before, sums=False)
+        else:
+            y = bordered_linear(input, self.weight, bias, self.before, self.weight_sink)
         y = y if self.after is None else self.after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
 

@@ -74,7 +74,10 @@ def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
     it falls below the format's range: that is why results hardly depend on what else shares the
     scale. NaN where `amax` isn't finite.
     """
-    mantissa, exponent = torch.frexp(largest / amax.float())  # >= 2^(exponent - 1)
+    amax = amax.float()
+    # A number over a tensor would be the number times a rounded reciprocal.
+    quotient = torch.full_like(amax, largest) / amax
+    mantissa, exponent = torch.frexp(quotient)  # >= 2^(exponent - 1)
     power = torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(-126, 126))
     # A quotient beyond float32's range, of a subnormal amax, takes the largest scale.
     power = torch.where(amax * 2.0**126 <= largest, 2.0**126, power)

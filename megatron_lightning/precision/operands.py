@@ -270,7 +270,7 @@ class NVFP4Recipe(Recipe):
 
     def _rounded(self, x: Tensor, reduce: Reduce, height: int, uniform: Tensor | None) -> Operand:
         amax = reduce(largest(x))
-        full = E2M1_MAX * E4M3_MAX
+        full = torch.full_like(amax, E2M1_MAX * E4M3_MAX)  # see `power_of_two_scale`
         encode = torch.where(amax == 0, 1.0, full / amax).clamp(max=torch.finfo(torch.float32).max)
         encode = torch.where(amax.isfinite(), encode, torch.nan)
         if uniform is not None and uniform.shape != x.shape:
@@ -282,7 +282,7 @@ class NVFP4Recipe(Recipe):
             return round_e2m1(blocks * into, noise) * scale
 
         values = by_blocks(x, height, self.block, quantise, uniform)
-        return Operand(exact(values, x), encode.reciprocal())
+        return Operand(exact(values, x), torch.ones_like(encode) / encode)
 
 
 def hadamard(size: int) -> Tensor:

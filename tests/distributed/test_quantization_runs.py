@@ -1,0 +1,285 @@
+"""Low precision in whole runs: exact resume with delayed scaling, C28, users' own networks, and
+what is refused before a start.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import DataParallelConfig, QuantizationConfig
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.config.validate import ConfigurationError
+from megatron_lightning.layers.linear import Linear
+from megatron_lightning.models.gpt import GPTModel
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.random import Normal
+from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
+from megatron_lightning.precision.operands import Recipe, RowRecipe, TensorRecipe
+from megatron_lightning.strategies import MegatronStrategy
+from tests.harness import run_ranks_fresh
+from tests.layout_runs import Batches, Recorder, Run, boxes, make_strategy, tiny_config
+from tests.user_modules import Decoder, OwnTransformer, decoder_plan, user_run
+
+
+def fit(
+    rank: int, world_size: int, run: Run, folder: str, resume: str | None, module: str = "gpt"
+) -> dict[str, Any]:
+    model: L.LightningModule
+    if module == "gpt":
+        model = GPTModel(
+            run.config,
+            OptimizerConfig(lr=run.learning_rate),
+            SchedulerConfig(lr_warmup_steps=2, lr_decay_steps=20),
+        )
+    else:
+        model = OwnTransformer(Decoder)
+    recorder = Recorder(run) if module == "gpt" else None
+    callbacks: list[L.Callback] = [] if recorder is None else [recorder]
+    if folder:
+        callbacks.append(
+            L.pytorch.callbacks.ModelCheckpoint(  # type: ignore[attr-defined]
+                folder, filename="{step}", every_n_train_steps=3, save_top_k=-1
+            )
+        )
+    trainer = L.Trainer(
+        strategy=make_strategy(run.layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=run.steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=bool(folder),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=2,
+        val_check_interval=2,
+        num_sanity_val_steps=1,
+        **run.trainer,
+    )
+    trainer.fit(model, Batches(run), ckpt_path=resume)
+    strategy: Any = trainer.strategy
+    quantization = strategy.parallel_model.quantization
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if getattr(layer, "quantized", None) is not None
+    ]
+    return {
+        "losses": [] if recorder is None else recorder.losses,
+        "final": boxes(trainer, "master"),
+        "histories": {}
+        if quantization.delayed is None
+        else {n: v.clone() for n, v in quantization.delayed.tensors().items()},
+        "layers": layers,
+        "names": sorted(n for n, _ in model.named_parameters()),
+    }
+
+
+def quantized(recipe: str, **options: Any) -> QuantizationConfig:
+    return QuantizationConfig(recipe=recipe, simulate=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "recipe"),
+    [
+        (2, dict(tensor_parallel_size=2, sequence_parallel=True), "fp8_delayed"),
+        pytest.param(
+            2,
+            dict(pipeline_parallel_size=2, micro_batch_size=4),
+            "fp8_delayed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            dict(data_parallel=DataParallelConfig(sharding="optimizer")),
+            "nvfp4",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_resume_is_exact(size: int, options: dict[str, Any], recipe: str, tmp_path: Path) -> None:
+    """Histories of largest values, or the noise of stochastic rounding, go on; validation in
+    between leaves no trace.
+    """
+    quantization = (
+        quantized(recipe, amax_history_length=4) if recipe == "fp8_delayed" else quantized(recipe)
+    )
+    run = Run(
+        config=tiny_config(hidden_dropout=0.1),
+        layout={**options, "quantization": quantization},
+        steps=6,
+    )
+    whole = run_ranks_fresh(fit, size, run, str(tmp_path), None)
+    rest = run_ranks_fresh(fit, size, run, "", str(tmp_path / "step=3.ckpt"))
+    for old, new in zip(whole, rest, strict=True):
+        assert new["losses"] == old["losses"][3:]
+        for name, history in old["histories"].items():
+            assert torch.equal(new["histories"][name], history), name
+            assert (history > 0).all()
+        for name, value in old["final"].items():
+            parts, others = (
+                [v] if isinstance(v, tuple) else v for v in (value, new["final"][name])
+            )
+            assert all(torch.equal(a[-1], b[-1]) for a, b in zip(parts, others, strict=True)), name
+    if recipe == "fp8_delayed" and "tensor_parallel_size" in options:
+        for name, history in whole[0]["histories"].items():
+            assert torch.equal(whole[1]["histories"][name], history), name
+
+
+@pytest.mark.slow
+def test_another_layout_takes_the_histories(tmp_path: Path) -> None:
+    """Saved by two pipeline stages, read by one process; names are those of the whole network."""
+    quantization = quantized("fp8_delayed", amax_history_length=4)
+    options = dict(pipeline_parallel_size=2, micro_batch_size=4, quantization=quantization)
+    run = Run(config=tiny_config(), layout=options, steps=3)
+    stages = run_ranks_fresh(fit, 2, run, str(tmp_path), None)
+    alone = Run(config=tiny_config(), layout={"quantization": quantization}, steps=4)
+    result = run_ranks_fresh(fit, 1, alone, "", str(tmp_path / "step=3.ckpt"))[0]
+    saved = stages[0]["histories"] | stages[1]["histories"]
+    assert saved.keys() == result["histories"].keys()
+    for name, history in saved.items():
+        assert torch.equal(result["histories"][name][:, 1:], history[:, :-1]), name
+
+
+def test_first_last_and_excluded_layers_stay() -> None:
+    quantization = quantized("fp8_tensorwise", keep_first=1, keep_last=2, exclude=["*.linear_proj"])
+    run = Run(config=tiny_config(), layout={"quantization": quantization}, steps=2)
+    low = run_ranks_fresh(fit, 1, run, "", None)[0]
+    layer = "network.decoder.layers.1"
+    assert low["layers"] == [
+        f"{layer}.self_attention.linear_qkv",
+        f"{layer}.mlp.linear_fc1",
+        f"{layer}.mlp.linear_fc2",
+    ]
+    assert "network.decoder.layers.1.mlp.linear_fc1.weight" in low["names"]
+
+
+def test_users_own_networks() -> None:
+    """Linear layers of torch, within a plan's layers."""
+    layout = dict(
+        plan=decoder_plan(), quantization=quantized("nvfp4", keep_first=0), tensor_parallel_size=2
+    )
+    ranks = run_ranks_fresh(fit, 2, user_run(layout=layout, steps=2), "", None, "own")
+    assert ranks[0]["layers"] == ranks[1]["layers"]
+    assert ranks[0]["layers"]
+    assert not any(".head" in name or ".3." in name for name in ranks[0]["layers"])
+
+
+# ---------------------------------------------------------------------- C28
+
+
+def products(recipe: Recipe) -> QuantizedProducts:
+    axis = MeshAxis(name="alone")
+    return QuantizedProducts(
+        recipe=recipe,
+        split="none",
+        tensor_axis=axis,
+        context_axis=axis,
+        splits_sequence=False,
+        clock=WeightClock(),
+    )
+
+
+@pytest.mark.parametrize("tokens", [509, 512, 3])
+@pytest.mark.parametrize(
+    ("real", "simulated"),
+    [(FP8TensorRecipe, TensorRecipe), (FP8RowRecipe, RowRecipe)],
+    ids=["tensorwise", "rowwise"],
+)
+def test_c28_token_counts(
+    real: type[FP8TensorRecipe], simulated: type[TensorRecipe], tokens: int
+) -> None:
+    """C28: sequences of 509 and 512 tokens and three tokens of an expert, by torch's scaled
+    products: scales and results of real tokens do not know of the padding, and results lie within
+    what FP8 loses (6e-2) of bfloat16's.
+    """
+    torch.manual_seed(4)
+    layer = Linear(128, (2, 96), bias=True, initial=Normal(1.0)).bfloat16()
+    nn.init.normal_(layer.weight, std=0.05)
+    nn.init.normal_(layer.bias)  # type: ignore[arg-type]
+    x = torch.randn(tokens, 1, 128).bfloat16()
+    grad = torch.randn(tokens, 1, 2, 96).bfloat16() * 1e-3
+
+    def run(recipe: Recipe | None) -> list[Tensor]:
+        layer.quantized = None if recipe is None else products(recipe)
+        layer.zero_grad()
+        own = x.clone().requires_grad_()
+        y = layer(own)
+        y.backward(grad)
+        assert own.grad is not None
+        assert layer.weight.grad is not None
+        return [y.detach().float(), own.grad.float(), layer.weight.grad.float()]
+
+    plain, low, exact = run(None), run(real("e5m2")), run(simulated("e5m2"))
+    for got, same, full in zip(low, exact, plain, strict=True):
+        assert torch.allclose(got, same, rtol=1e-2, atol=1e-6)
+        assert float((got - full).norm() / full.norm()) < 8e-2
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(layout: dict[str, Any], *, precision: Any = None, config: Any = None) -> str:
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(**layout),
+        accelerator="cpu",
+        devices=layout.get("tensor_parallel_size", 1),
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(GPTModel(config or tiny_config()), Batches(Run()))
+    return str(caught.value)
+
+
+def test_what_is_refused_before_the_start() -> None:
+    text = refused({"quantization": QuantizationConfig(recipe="fp8_tensorwise")})
+    assert "simulate=True" in text
+    assert "cpu" in text
+    text = refused({"quantization": quantized("fp8_tensorwise", keep_first=2, keep_last=2)})
+    assert "no linear layer" in text
+    text = refused({"quantization": quantized("fp8_tensorwise", exclude=["*.linear_prj"])})
+    assert "['*.linear_prj'] match no module" in text
+    text = refused({"quantization": quantized("fp8_tensorwise")}, precision="64-true")
+    assert "64-true" in text
+    text = refused({"quantization": quantized("fp8_blockwise"), "tensor_parallel_size": 2})
+    assert "blocks of 128 values do not divide" in text
+    config = tiny_config(ffn_hidden_size=120)
+    text = refused({"quantization": QuantizationConfig(recipe="fp8_rowwise")}, config=config)
+    assert "multiples of 16" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"recipe": "fp6"}, "quantization.recipe='fp6'"),
+        ({"recipe": "nvfp4"}, "simulate=True"),
+        ({"keep_first": -1}, "quantization.keep_first=-1"),
+        ({"gradient_format": "e3m4"}, "quantization.gradient_format='e3m4'"),
+        ({"amax_history_length": 0}, "quantization.amax_history_length=0"),
+        ({"exclude": "*"}, "quantization.exclude='*'"),
+    ],
+)
+def test_bad_values_are_explained(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words.replace("*", r"\*")):
+        MegatronStrategy(quantization=QuantizationConfig(**fields))
+
+
+def test_a_module_without_a_plan_is_refused() -> None:
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(quantization=quantized("fp8_tensorwise")),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(ConfigurationError, match="has no plan"):
+        trainer.fit(OwnTransformer(Decoder), Batches(Run()))
