@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
@@ -125,23 +124,6 @@ class HoldsAdapters:
                 " to 0"
             )
         return problems
-
-    # ------------------------------------------------------------------ files
-
-    def save_adapters(self, path: str | Path, **options: Any) -> None:
-        """Write the adapters as a folder of `peft`; see `bridge.save_adapters`. All ranks of a
-        layout call it.
-        """
-        from megatron_lightning.bridge import save_adapters
-
-        save_adapters(self, path, **options)  # type: ignore[arg-type]
-
-    def load_adapters(self, path: str | Path, **options: Any) -> Self:
-        """Take the adapters of a folder of `peft`; see `bridge.load_adapters`."""
-        from megatron_lightning.bridge import load_adapters
-
-        load_adapters(self, path, **options)  # type: ignore[arg-type]
-        return self
 
     # ------------------------------------------------------------------ checkpoints
 

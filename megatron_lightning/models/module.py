@@ -169,6 +169,21 @@ class MegatronModule(HoldsAdapters, LightningModule, ABC):
 
         to_hf(self, path, **options)
 
+    def save_adapters(self, path: str | Path, **options: Any) -> None:
+        """Write the adapters as a folder of `peft`; see `bridge.save_adapters`. All ranks of a
+        layout call it.
+        """
+        from megatron_lightning.bridge import save_adapters
+
+        save_adapters(self, path, **options)
+
+    def load_adapters(self, path: str | Path) -> Self:
+        """Take the adapters of a folder of `peft`; see `bridge.load_adapters`."""
+        from megatron_lightning.bridge import load_adapters
+
+        load_adapters(self, path)
+        return self
+
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
         cls,
