@@ -49,8 +49,10 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.loss
-        return grad, torch.as_tensor(ctx.weight, dtype=dtype, device=device), None
+        (dtype, device), weight = ctx.loss, ctx.weight
+        if isinstance(weight, Tensor):
+            return grad, weight.to(dtype=dtype, device=device), None
+        return grad, torch.full((), weight, dtype=dtype, device=device), None
 
 
 def balance_loss(scores: Tensor, tokens: Tensor, num_tokens: int, topk: int) -> Tensor:
