@@ -100,7 +100,7 @@ _MIXTRAL: dict[str, Any] = {
     "vocab_size": 32000,
     "num_query_groups": 8,
     "rotary": RotaryConfig(base=1000000.0),
-    "moe": MoEConfig(num_experts=8, aux_loss_coeff=0.02),
+    "moe": MoEConfig(num_experts=8, aux_loss_coeff=0.01),
 }
 _QWEN3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
