@@ -128,6 +128,9 @@ class ParallelPlan:
     """Paths of modules that live on the first stage only (embeddings)."""
     last: tuple[str, ...] = ()
     """Paths of modules that live on the last stage only (final norm, head)."""
+    further_layers: tuple[str, ...] = ()
+    """Paths of containers in modules of `last` whose entries are layers as well: recomputed,
+    compiled and sharded one by one, but not dealt out by the pipeline."""
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs (owner, user) of parameter names that are one parameter; the user's stage holds a copy
     of it."""

@@ -121,14 +121,17 @@ def gpt_plan(config: GPTConfig) -> ParallelPlan:
     """How a GPTNetwork may be split and cut."""
     tied = ((WORD_EMBEDDINGS, OUTPUT_LAYER),) if config.tie_word_embeddings else ()
     last: tuple[str, ...] = ("decoder.final_layernorm", "output_layer")
+    further: tuple[str, ...] = ()
     if config.multi_token_prediction is not None:
         tied += ((WORD_EMBEDDINGS, f"{PREDICTION}.{WORD_EMBEDDINGS}"),)
         last += (PREDICTION,)
+        further = (f"{PREDICTION}.layers",)
     return ParallelPlan(
         splits=gpt_splits(config),
         layers="decoder.layers",
         first=("embedding",),
         last=last,
+        further_layers=further,
         tied=tied,
     )
 

@@ -189,7 +189,7 @@ def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
             "runtime.compile_layers=True with plan.layers=None: name the container of the layers in"
             " the plan, or compile the network yourself"
         )
-    for layer in chunk.get_submodule(plan.layers).children():
+    for _, layer in layers_of(chunk, plan):
         compile_inside(layer)
 
 
@@ -275,13 +275,15 @@ def whole(name: str, parameter: nn.Parameter) -> ParameterInfo:
 def stage_layout(network: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> StageLayout:
     """Which layers each pipeline rank and chunk holds; ValueError where they can't be dealt out."""
     has_ends = plan.layers is not None  # an nn.Sequential has neither embedding nor head
+    names = layer_names(network, plan)
+    further = len(layers_of(network, plan)) - len(names)  # each runs the head once more
     layout = build_layout(
-        len(layer_names(network, plan)),
+        len(names),
         config.pipeline_parallel_size,
         config.pipeline.virtual_pipeline_size,
         config.pipeline.layout,
         embedding_cost=config.pipeline.embedding_cost if has_ends else 0.0,
-        head_cost=config.pipeline.head_cost if has_ends else 0.0,
+        head_cost=config.pipeline.head_cost * (1 + further) + further if has_ends else 0.0,
         v_shaped=config.pipeline.schedule == "zb-v",
     )
     problems = cut_problems(network, plan, layout)

@@ -26,6 +26,7 @@ from megatron_lightning.parallel.recompute import (
     nested,
 )
 from megatron_lightning.parallel.streams import Streams
+from megatron_lightning.runtime.sharded import layers_of
 
 
 def apply_recompute(
@@ -134,4 +135,4 @@ def _layers(network: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
             " container, e.g. ParallelPlan(layers='decoder.layers'), or use mode='selective'"
             " without offload"
         )
-    return list(network.get_submodule(plan.layers).children())
+    return [layer for _, layer in layers_of(network, plan)]

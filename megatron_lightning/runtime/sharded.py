@@ -49,8 +49,14 @@ def layers_of(network: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Modu
     one unit then.
     """
     if plan.layers is not None:
-        container = network.get_submodule(plan.layers)
-        return [(f"{plan.layers}.{name}", layer) for name, layer in container.named_children()]
+        here = dict(network.named_modules())
+        containers = {path: here.get(path) for path in (plan.layers, *plan.further_layers)}
+        return [
+            (f"{path}.{name}", layer)
+            for path, container in containers.items()
+            if container is not None
+            for name, layer in container.named_children()
+        ]
     return list(network.named_children()) if isinstance(network, nn.Sequential) else []
 
 
