@@ -8,7 +8,9 @@ Prints one JSON line a configuration:
     python benchmarks/train_step.py --shapes a b --compile --out results.json
 
 Tokens a second a GPU are the median over `--steps` steps, the device synchronised around each.
-FLOPs: 6 N_matmul + 12 L heads head_dim S (whole score matrix) a token.
+FLOPs a token: 6 N_matmul + k L heads head_dim S, k = 12 for the whole score matrix (full), 6 for
+what a causal kernel computes; MFU against 989 TFLOP/s. The ceiling is a product of 8192^3 in
+bfloat16, measured before. `speed.py` runs this beside the peer.
 """
 
 import argparse
@@ -26,7 +28,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_lightning.config import GPTConfig, MoEConfig, RotaryConfig, RuntimeConfig
+from megatron_lightning.config import (
+    DataParallelConfig,
+    GPTConfig,
+    MoEConfig,
+    RotaryConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.runtime.kernel_times import union
@@ -111,8 +119,11 @@ class RandomTokens(L.LightningDataModule):
 class Kernels(L.Callback):
     """One step under torch's profiler: the kernels that take longest, and when none runs."""
 
+    reads_gradients = reads_parameters = False
+
     def __init__(self, step: int) -> None:
         self.step = step
+        self.busy_share = 0.0
         self.profiler = profile(activities=[ProfilerActivity.CUDA])
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
@@ -138,6 +149,7 @@ class Kernels(L.Callback):
         covered = union(intervals)
         busy = sum(end - begin for begin, end in covered) / 1e3
         span = (covered[-1][1] - covered[0][0]) / 1e3
+        self.busy_share = busy / span
         lines = [f"busy {busy:.1f} of {span:.1f} ms, {len(intervals)} kernels"]
         longest = sorted(times.items(), key=lambda item: -sum(item[1]))
         for name, durations in longest[:rows]:
@@ -147,6 +159,8 @@ class Kernels(L.Callback):
 
 class Clock(L.Callback):
     """Seconds of each step, the device synchronised."""
+
+    reads_gradients = reads_parameters = False
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -175,6 +189,21 @@ def experts_of(shape: dict[str, Any], forced: bool) -> MoEConfig | None:
     return replace(experts, load_balancing="forced", aux_loss_coeff=0.0)
 
 
+def ceiling() -> float:
+    """TFLOP/s of a product of 8192^3 in bfloat16, median of 20."""
+    x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for call in range(25):
+        begin.record()
+        torch.mm(x, y)
+        end.record()
+        torch.cuda.synchronize()
+        if call >= 5:
+            times.append(begin.elapsed_time(end))
+    return 2 * 8192**3 / statistics.median(times) / 1e9
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train `--warm` + `--steps` steps of one shape."""
     shape = SHAPES[name]
@@ -191,15 +220,21 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         moe=experts_of(shape, args.forced),
         max_position_embeddings=shape["seq"],
     )
+    top = ceiling()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     clock = Clock()
-    kernels = [Kernels(args.warm - 1)] if args.profile else []
+    kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
     trainer = L.Trainer(
         strategy=MegatronStrategy(
             tensor_parallel_size=args.tp,
             pipeline_parallel_size=args.pp,
             expert_parallel_size=args.ep,
             sequence_parallel=args.tp > 1,
+            context_parallel_size=args.cp,
+            data_parallel=DataParallelConfig(
+                sharding=args.sharding, fuse_weight_gradients=not args.no_fuse
+            ),
             runtime=RuntimeConfig(compile_layers=args.compile),
         ),
         accelerator="gpu",
@@ -216,12 +251,16 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
     trainer.fit(model, RandomTokens(shape, args.warm + args.steps))
     for one in kernels:
-        print(one.table(), flush=True)
-    step = statistics.median(clock.seconds[args.warm :])
+        table = one.table()
+        if args.profile:
+            print(table, flush=True)
+    seconds = sorted(clock.seconds[args.warm :])
+    step = statistics.median(seconds)
     tokens = shape["micro"] * shape["accumulate"] * shape["seq"]
-    dp = args.devices // (args.tp * args.pp)
+    dp = args.devices // (args.tp * args.pp * args.cp)
     rate = tokens * dp / step / args.devices
     tflops = rate * config.flops_per_token(shape["seq"]) / 1e12
+    causal = rate * config.flops_per_token(shape["seq"], causal=True) / 1e12
     return {
         "shape": name,
         "compile": args.compile,
@@ -231,15 +270,25 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "ep": args.ep,
         "forced": args.forced,
         "dp": dp,
+        "cp": args.cp,
+        "sharding": args.sharding,
+        "fuse_weight_gradients": not args.no_fuse,
         "tokens_per_second_per_gpu": round(rate),
         "step_ms": round(1e3 * step, 1),
+        "step_ms_p95": round(1e3 * seconds[int(0.95 * (len(seconds) - 1))], 1),
         "tflops_full": round(tflops, 1),
+        "tflops_causal": round(causal, 1),
         "mfu_full": round(tflops / H200_BF16_TFLOPS, 4),
+        "mfu_causal": round(causal / H200_BF16_TFLOPS, 4),
+        "ceiling_tflops": round(top, 1),
+        "share_of_ceiling": round(tflops / top, 4),
+        "kernel_busy_share": round(kernels[0].busy_share, 4) if kernels else None,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_loss": clock.losses[0],
         "last_loss": clock.losses[-1],
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
     }
 
 
@@ -252,10 +301,14 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--sharding", default="none", choices=["none", "optimizer", "fsdp"])
+    parser.add_argument("--no-fuse", action="store_true", help="autograd adds weight gradients")
     parser.add_argument("--forced", action="store_true", help="(c): all experts equally busy")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--profile", action="store_true", help="a table of the kernels of one step")
+    parser.add_argument("--busy", action="store_true", help="profile a step for its busy share")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     for name in args.shapes:
