@@ -60,6 +60,8 @@ class ExportOptions:
     """What the model card says of the training."""
     replace: bool = False
     """Whether a folder that is there gives way to the new one."""
+    merge_adapters: bool | None = None
+    """Of checkpoints on disk; where a module is exported, the values are merged already."""
 
     def with_facts(self, facts: Facts) -> ExportOptions:
         """The same with these facts in the model card, beneath those given."""

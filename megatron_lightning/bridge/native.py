@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_lightning.bridge.card import facts_of_checkpoint
 from megatron_lightning.bridge.export import ExportOptions, export
 from megatron_lightning.bridge.load import from_hf
+from megatron_lightning.bridge.merge import Factors, factors_of, merged, weights_with_adapters
 from megatron_lightning.bridge.weights import FolderWeights
 from megatron_lightning.checkpoint import Box, CheckpointError, load_metadata, load_objects
 from megatron_lightning.checkpoint.config_codec import CODEC
@@ -23,8 +25,10 @@ from megatron_lightning.checkpoint.convert import Content, LazyTensor
 from megatron_lightning.checkpoint.convert.content import MODEL, exact_weights
 from megatron_lightning.checkpoint.convert.native import pieces, read_native, write_native
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
+from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.models.adapters import ADAPTER_RECORD
 from megatron_lightning.models.module import SOURCE_RECORD
 
 
@@ -123,7 +127,8 @@ def export_checkpoint(
     source: str | Path, target: str | Path, options: ExportOptions | None = None
 ) -> Content:
     """Write the weights of a checkpoint folder of a GPTModel as a Hugging Face folder; returns what
-    was read. Float32 weights are taken from the masters where there are some.
+    was read. Float32 weights are taken from the masters where there are some; of a checkpoint that
+    holds adapters alone, those of the base from the folder that the run began from.
     """
     options = options or ExportOptions()
     content = read_native(Path(source))
@@ -133,10 +138,15 @@ def export_checkpoint(
         raise CheckpointError(f"{source} does not hold a GPTModel: no config among its arguments")
     module = GPTModel(config)
     module.source_record = objects.get(SOURCE_RECORD)
+    adapted = objects.get(ADAPTER_RECORD)
+    if adapted is not None:
+        module.add_lora(adapted["config"])
     if options.dtype is not None:
         content = _with_dtype(content, module, options.dtype)
     prefix = f"{module.network_attribute}."
     tensors = {n.removeprefix(prefix): t for n, t in exact_weights(content).items()}
+    if adapted is not None and adapted["without_base"]:
+        tensors |= _base_of(module, str(source))
     shapes = module.global_shapes() | module.buffer_shapes()
     shapes = {n.removeprefix(prefix): shape for n, shape in shapes.items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
@@ -144,5 +154,25 @@ def export_checkpoint(
         raise CheckpointError(f"{source}: its tensors are not those of its config: {wrong}")
     facts = facts_of_checkpoint(objects, load_metadata(source, codec=CODEC))
     options = options.with_facts(facts)
-    export(module, StoredValues(tensors), Path(target), options, RankGroup(ALONE))
+    factors = partial(_factors, module, tensors)
+    held = merged(module, StoredValues(tensors), options.merge_adapters, factors)
+    export(module, held, Path(target), options, RankGroup(ALONE))
     return content
+
+
+def _base_of(module: GPTModel, origin: str) -> dict[str, LazyTensor]:
+    """Values of the frozen base, from the folder that it came from."""
+    if module.source_record is None:
+        raise CheckpointError(f"{origin} holds adapters alone, over a base that came from nowhere")
+    base = from_hf(module.source_record["folder"])
+    weights: Any = base.initial_values
+    prefix = f"{base.network_attribute}."
+    named = {name.removeprefix(prefix): shape for name, shape in base.global_shapes().items()}
+    return {name: _lazy(weights, name, shape) for name, shape in named.items()}
+
+
+def _factors(module: GPTModel, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Factors]:
+    adapters = {n: partial(t.part, Box.whole(t.shape)) for n, t in tensors.items() if is_adapter(n)}
+    shapes = {name: tensors[name].shape for name in weights_with_adapters(adapters)}
+    places = {name: ((0,) * len(shape), shape) for name, shape in shapes.items()}
+    return factors_of(module, adapters, places)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_lightning.cli.errors import UserError, wrong_input
 
 KIND = "huggingface"
-EXPORT_ONLY = ("architecture", "tokenizer", "shard_size", "verify", "push_to_hub")
+EXPORT_ONLY = ("architecture", "tokenizer", "shard_size", "verify", "push_to_hub", "adapters")
 _NOT_HERE = ("moments_dtype", "config", "preset", "like")
 
 
@@ -29,6 +29,11 @@ def add_options(parser: Any) -> None:
         action="store_true",
         default=None,
         help="read all tensors back; compare logits with those of transformers, if installed",
+    )
+    add(
+        "--adapters",
+        choices=("merge", "leave"),
+        help="of a run with low-rank adapters: add them to the weights, or write the base alone",
     )
     add("--push-to-hub", metavar="REPO", help="upload the folder to this repository of the hub")
 
@@ -74,6 +79,7 @@ def _export(options: Namespace) -> Any:
         tokenizer=options.tokenizer,
         verify=bool(options.verify),
         push_to_hub=options.push_to_hub,
+        merge_adapters=None if options.adapters is None else options.adapters == "merge",
         **size,
     )
     return export_checkpoint(options.source, options.target, how)

@@ -1,0 +1,206 @@
+"""Folders of `peft`: what is taken, what is refused by name, and merged weights on disk."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_lightning.bridge import (
+    ExportOptions,
+    export_checkpoint,
+    from_hf,
+    pretrained,
+    save_adapters,
+)
+from megatron_lightning.bridge.adapters import short_names
+from megatron_lightning.cli.main import main
+from megatron_lightning.config import GPTConfig, LoraConfig
+from megatron_lightning.models import GPTModel
+from megatron_lightning.strategies import MegatronStrategy
+from tests.hf_models import tensors_of
+from tests.lora_runs import DATA, RECORDED, Data, batch_of
+
+LLAMA, ADAPTERS = DATA / "hf" / "llama", RECORDED / "llama"
+TOKENS = torch.arange(20).view(2, 10)
+
+
+def stirred(name: str, **fields: Any) -> GPTModel:
+    model = from_hf(DATA / "hf" / name).add_lora(**{"rank": 4, "alpha": 8, **fields})
+    model(TOKENS)
+    with torch.no_grad():
+        for parameter in (p for n, p in model.named_parameters() if "lora_b" in n):
+            parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"),
+        ("linear_fc1:up", "linear_qkv:key", "linear_qkv:query"),
+        ("0.self_attention.linear_qkv", "linear_fc2"),
+    ],
+)
+def test_there_and_back(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    model = stirred("llama", targets=targets, rank_stabilised=True)
+    model.save_adapters(tmp_path / "a")
+    back = from_hf(LLAMA).load_adapters(tmp_path / "a")
+    assert back.network is None
+    assert back.lora is not None
+    assert back.lora.targets == targets
+    assert torch.equal(back(TOKENS), model(TOKENS))
+    built = from_hf(LLAMA)
+    built(TOKENS)
+    assert torch.equal(built.load_adapters(tmp_path / "a")(TOKENS), model(TOKENS))
+
+
+def test_names_are_as_short_as_they_may_be() -> None:
+    known = {f"model.layers.{i}.{x}" for i in (0, 1, 10) for x in ("a.c_proj", "b.c_proj", "fc")}
+    assert short_names({n for n in known if n.endswith("fc")}, known) == ["fc"]
+    assert short_names({n for n in known if "a.c_proj" in n}, known) == ["a.c_proj"]
+    assert short_names({"model.layers.0.fc"}, known) == ["0.fc"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+        ({"use_dora": True}, "use_dora.*not supported"),
+        ({"bias": "all"}, "bias.*not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern.*not supported"),
+        ({"r": None}, r"\['r'\] missing, and no value is guessed"),
+        ({"r": 8}, r"lora_A.weight has shape \[4, .*\], not \[8,"),
+    ],
+)
+def test_configs_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder = shutil.copytree(ADAPTERS, tmp_path / "a")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ValueError, match=message):
+        from_hf(LLAMA).load_adapters(folder)
+
+
+@pytest.mark.parametrize("change", ["missing", "foreign", "embedding", "no file"])
+def test_files_refused_by_name(tmp_path: Path, change: str) -> None:
+    folder = shutil.copytree(ADAPTERS, tmp_path / "a")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))
+    match change:
+        case "missing":
+            del tensors[first]
+            message = "q_proj.lora_A.weight is missing"
+        case "foreign":
+            tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = tensors[
+                first
+            ].clone()
+            message = "layers.7.*belong to no linear layer"
+        case "embedding":
+            tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 4)
+            message = "embed_tokens.lora_embedding_A.*belong to no linear layer"
+        case _:
+            message = "there is no adapter_model.safetensors"
+    if change == "no file":
+        file.unlink()
+    else:
+        save_file(tensors, file)
+    with pytest.raises(ValueError, match=message):
+        from_hf(LLAMA).load_adapters(folder)
+
+
+def test_of_a_module_that_has_others_or_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 4 and scale 2, but the module's"):
+        from_hf(LLAMA).add_lora(rank=8).load_adapters(ADAPTERS)
+    with pytest.raises(ValueError, match="has no adapters"):
+        save_adapters(from_hf(LLAMA), tmp_path / "a")
+    joined = from_hf(LLAMA).add_lora(joined=True)
+    with pytest.raises(ValueError, match="train with LoraConfig.joined=False"):
+        joined.save_adapters(tmp_path / "b")
+    apart = from_hf(DATA / "hf" / "phi3").add_lora(joined=False)
+    with pytest.raises(ValueError, match="one module there.*joined=True"):
+        apart.save_adapters(tmp_path / "b")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unmerged_export_is_refused_and_the_base_can_be_had(tmp_path: Path) -> None:
+    model = stirred("qwen2")
+    with pytest.raises(ValueError, match="merge_adapters=True"):
+        model.save_hf(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+    model.save_hf(tmp_path / "base", merge_adapters=False)
+    for name, tensor in tensors_of(DATA / "hf" / "qwen2").items():
+        assert torch.equal(tensors_of(tmp_path / "base")[name], tensor)
+
+
+@pytest.mark.parametrize("held", ["all", "adapters"])
+def test_checkpoints_of_runs_become_merged_models(tmp_path: Path, held: Any) -> None:
+    model = from_hf(LLAMA).add_lora(rank=4, checkpoint=held)
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, Data(model.config.vocab_size, 2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    model.save_hf(tmp_path / "want", merge_adapters=True)
+    command = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--to", "huggingface"]
+    with pytest.raises(SystemExit) as refused:
+        main(command)
+    assert refused.value.code == 2
+    with pytest.raises(SystemExit) as done:
+        main([*command, "--adapters", "merge"])
+    assert done.value.code == 0
+    want, got = tensors_of(tmp_path / "want"), tensors_of(tmp_path / "out")
+    base = tensors_of(LLAMA)
+    assert want.keys() == got.keys() == base.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
+    assert sum(not torch.equal(got[name], base[name]) for name in base) == 14
+    export_checkpoint(tmp_path / "a.ckpt", tmp_path / "base", ExportOptions(merge_adapters=False))
+    assert all(torch.equal(tensors_of(tmp_path / "base")[n], t) for n, t in base.items())
+
+
+def test_a_model_from_a_config_file(tmp_path: Path) -> None:
+    base = GPTModel(GPTConfig(vocab_size=257, num_layers=1, hidden_size=32, num_attention_heads=2))
+    base.save_hf(tmp_path / "base")
+    model = pretrained(str(tmp_path / "base"), lora=LoraConfig(rank=2))
+    assert torch.equal(model(TOKENS), base(TOKENS))
+    with pytest.raises(SystemExit) as done:
+        main(
+            [
+                "fit",
+                "--config=examples/lora.yaml",
+                f"--model.path={tmp_path / 'base'}",
+                "--model.lora.rank=2",
+                "--data.tokenizer=bytes",
+                "--data.chat_template=chatml",
+                "--data.global_batch_size=2",
+                "--trainer.devices=1",
+                "--trainer.accelerator=cpu",
+                "--trainer.max_steps=1",
+                "--trainer.strategy.tensor_parallel_size=1",
+                "--trainer.strategy.sequence_parallel=false",
+                f"--trainer.default_root_dir={tmp_path}",
+                f"--trainer.logger.save_dir={tmp_path}",
+            ]
+        )
+    assert done.value.code in (0, None)
+    (saved,) = tmp_path.rglob("manifest.json")
+    again = GPTModel.load_from_checkpoint(saved.parent)
+    assert again.lora is not None
+    assert again.lora.rank == 2
+
+
+def test_labels_of_the_recorded_batches_leave_prompts_out() -> None:
+    assert batch_of(35, 0)["loss_mask"][:, :2].sum() == 0
