@@ -33,6 +33,7 @@ LAYER_MODULES = (
     "self_attention.k_layernorm",
     "self_attention.core_attention",
     "self_attention.linear_proj",
+    "post_attention_layernorm",
     "attention_dropout",
     "pre_mlp_layernorm",
     "mlp",
@@ -43,6 +44,7 @@ LAYER_MODULES = (
     "mlp.shared_experts",
     "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.linear_fc2",
+    "post_mlp_layernorm",
     "mlp_dropout",
 )
 """Paths within a layer that selective recompute may name."""

@@ -99,8 +99,15 @@ def _norm_rows(
     rows = [SavedTensor(name=f"{path} statistics", bytes_per_token=statistics, kept_by=(path,))]
     if model.norm == "rmsnorm" and not sizes.fused_norm:
         copies = 2 if sizes.bytes_per_element < 4 else 1  # of low precision, the input in float32
-        inner = copies * 4 * elements
+        inner = (copies - model.stream.zero_centered_norm) * 4 * elements
         rows.append(SavedTensor(name=f"{path} inner", bytes_per_token=inner, kept_by=(path,)))
+    if model.stream.zero_centered_norm:  # normed, then multiplied by 1 + weight
+        size = sizes.bytes_per_element * elements
+        rows.append(
+            SavedTensor(
+                name=f"{path} normed", bytes_per_token=size, kept_by=(path,), pointwise=True
+            )
+        )
     return rows
 
 
@@ -156,8 +163,17 @@ def _attention_rows(
         for name, width in (("q_layernorm", queries), ("k_layernorm", groups)):
             path = f"{attention}.{name}"
             rows += _norm_rows(path, model, sizes, width, width / model.head_dim)
-    rows += _head_rows(model, element, queries, groups, core)
-    if sliding:  # each later block of queries reads two windows of repeated keys and values
+    blocks = model.attention.sinks or model.attention.score_cap > 0
+    if blocks:  # tokens of all samples in a row: copies of queries, keys, values and output
+        size = element * queries
+        rows.append(
+            SavedTensor(name="attention output in a row", bytes_per_token=size, kept_by=(core,))
+        )
+    else:
+        rows += _head_rows(model, element, queries, groups, core)
+    if (
+        sliding and not blocks
+    ):  # each later block of queries reads two windows of repeated keys and values
         rows.append(
             SavedTensor(
                 name="windows of keys and values",
@@ -165,7 +181,17 @@ def _attention_rows(
                 kept_by=(core,),
             )
         )
+    rows += _branch_norm_rows("post_attention_layernorm", model, sizes)
     return rows + _mask("attention_dropout", model, hidden)
+
+
+def _branch_norm_rows(path: str, model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
+    """The norm of what a branch gives, with its input, which nothing else keeps."""
+    if not model.stream.branch_norm:
+        return []
+    hidden = model.hidden_size / sizes.split_hidden
+    rows = _norm_rows(path, model, sizes, hidden, 1 / sizes.split_hidden)
+    return [_hidden(f"{path} input", model, sizes, path, ()), *rows]
 
 
 def _head_rows(
@@ -212,7 +238,7 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
     rows.append(SavedTensor(name="MLP inner", bytes_per_token=width * inner, kept_by=("mlp",)))
     between = gated + (gated and model.activation == "squared_relu")  # gate, and what it came from
     if model.activation == "silu":
-        between = 0  # `layers.gated_silu`
+        between = 0  # `layers.gated_silu`, `layers.clamped_gate`
     rows.append(
         SavedTensor(
             name="activated gate",
@@ -221,6 +247,7 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
             pointwise=True,
         )
     )
+    rows += _branch_norm_rows("post_mlp_layernorm", model, sizes)
     return rows + _mask("mlp_dropout", model, hidden)
 
 
@@ -246,6 +273,7 @@ def _expert_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
             )
             for tensor in found
         ),
+        *_branch_norm_rows("post_mlp_layernorm", model, sizes),
         *_mask("mlp_dropout", model, hidden),
     ]
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lightning.config import GPTConfig, RecomputeConfig
+from megatron_lightning.config import (
+    AttentionConfig,
+    ClampConfig,
+    GPTConfig,
+    RecomputeConfig,
+    StreamConfig,
+)
 from megatron_lightning.config.activations import (
     ActivationSizes,
     embedding_bytes_per_token,
@@ -42,6 +48,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated_squared_relu": dict(activation="squared_relu"),
     "no_positions": dict(position_embedding="none"),
     "window": dict(window_size=32),
+    "gemma": dict(
+        activation="gelu_tanh",
+        attention=AttentionConfig(score_cap=5.0),
+        stream=StreamConfig(zero_centered_norm=True, branch_norm=True, logit_cap=3.0),
+    ),
+    "sinks": dict(attention=AttentionConfig(sinks=True), clamp=ClampConfig()),
 }
 
 
