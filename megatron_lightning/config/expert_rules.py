@@ -1,10 +1,31 @@
-"""Rules of expert parallelism: its sizes against the world. What a network's experts need is in
-`parallel/tensor_checks.py`.
+"""Rules of expert parallelism: its choices and sizes against the layout and the world. What a
+network's experts need is in `parallel/tensor_checks.py`.
 """
 
 from __future__ import annotations
 
 from megatron_lightning.config.parallel import ParallelConfig
+
+
+def expert_problems(config: ParallelConfig) -> list[str]:
+    """Violations that need no world size."""
+    problems = config.expert.check()
+    if not config.expert.overlap_shared_experts:
+        return problems
+    reason = {
+        "pipeline.schedule": config.pipeline.schedule if _splits_backward(config) else None,
+        "data_parallel.sharding": "fsdp" if config.data_parallel.sharding == "fsdp" else None,
+    }
+    return problems + [
+        f"expert.overlap_shared_experts=True with {field}={value!r}: it moves weights or their"
+        " gradients without waiting for a second stream; set overlap_shared_experts=False"
+        for field, value in reason.items()
+        if value is not None
+    ]
+
+
+def _splits_backward(config: ParallelConfig) -> bool:
+    return config.pipeline.schedule.startswith("zb-")
 
 
 def expert_world_problems(config: ParallelConfig, world_size: int) -> list[str]:

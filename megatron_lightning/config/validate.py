@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import get_args
 
 from megatron_lightning.config.data_parallel_rules import data_parallel_problems, replica_problems
-from megatron_lightning.config.expert_rules import expert_world_problems
+from megatron_lightning.config.expert_rules import expert_problems, expert_world_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 from megatron_lightning.config.quantization import QuantizationConfig
 
@@ -193,7 +193,7 @@ def check_layout(config: ParallelConfig) -> list[str]:
         return [wrong_type]  # the other rules look into these
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
-    problems += config.expert.check()
+    problems += expert_problems(config)
     problems += config.loss_scale.check()
     problems += config.quantization.check() if config.quantization is not None else []
     problems += data_parallel_problems(config)

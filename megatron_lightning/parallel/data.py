@@ -50,7 +50,8 @@ class GradientBuckets:
     edge stages, the parameters that the first and the last pipeline stage both hold. Parameters
     that don't require gradients are left out; after freezing or unfreezing, `is_stale` is True and
     `rebuild` makes new buckets. With `sharded`, buckets stay and `rebuild` adds some for parameters
-    that were unfrozen, since optimizer state lies as they do.
+    that were unfrozen, since optimizer state lies as they do. `streams`: CUDA streams beside the
+    current one on which backward passes may add gradients.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class GradientBuckets:
         bucket_size: int = BUCKET_ELEMENTS,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
+        streams: Sequence[Any] = (),
     ) -> None:
         if bucket_size < 1:
             raise ValueError(
@@ -87,6 +89,7 @@ class GradientBuckets:
         shared = [mesh.axis(name).group for name in ("cp", "ep") if mesh.axis(name).size > 1]
         self._overlap = overlap and not any(group is mesh.dp_cp.group for group in shared)
         self._side_stream = torch.cuda.Stream() if mesh.device.type == "cuda" else None
+        self._streams = (torch.cuda.current_stream(), *streams) if streams else ()
         self._slots: dict[str, Slot] = {}
         self._buckets: list[Bucket] = []
         self._buffers: list[Tensor] = []
@@ -251,6 +254,7 @@ class GradientBuckets:
         """
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
+        self._join_streams()
         self._agree_on_received()
         for bucket in self._buckets if self._side_stream is None else ():
             bucket.launch_replicas()
@@ -380,7 +384,13 @@ class GradientBuckets:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
+        self._join_streams()
         bucket.launch()
+
+    def _join_streams(self) -> None:
+        """Let the current stream wait for all on which gradients may have been added."""
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _agree_on_received(self) -> None:
         slots = list(self._slots.values())

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
+from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
@@ -136,15 +137,22 @@ class ParallelModel:
             bucket_size=config.data_parallel.bucket_size,
             overlap=config.data_parallel.overlap_grad_reduce,
             dtype=dtype,
+            streams=self._side_streams(),
         )
         if self.weight_gradients is not None:
             self.weight_gradients.target = self.buckets
-
-    def arming(self) -> Callable[[Action], None] | None:
-        """What to call before the last B or W of each chunk in the run that ends a window, so that
         elif config.data_parallel.fuse_weight_gradients:
             modules = (module for network in self.networks for module in network.modules())
             self.buckets.serve(m for m in modules if hasattr(m, "sums_weight_gradient"))
+
+    def _side_streams(self) -> list[Any]:
+        """Streams beside the main one on which layers run a part of their work."""
+        modules = (module for network in self.networks for module in network.modules())
+        sides = [module.side for module in modules if isinstance(module, MoELayer)]
+        return list({id(side): side.stream for side in sides if side is not None}.values())
+
+    def arming(self) -> Callable[[Action], None] | None:
+        """What to call before the last B or W of each chunk in the run that ends a window, so that
         buckets are reduced as they fill. None without buckets.
         """
         buckets, weights = self.buckets, self.weight_gradients

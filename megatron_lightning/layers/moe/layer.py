@@ -14,6 +14,7 @@ from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.dispatcher import LocalDispatcher, TokenDispatcher
 from megatron_lightning.layers.moe.experts import GroupedExperts
 from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.layers.moe.side_stream import SideStream
 from megatron_lightning.parallel.random import Normal
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class MoELayer(nn.Module):
         self.router = Router(config, device=device)
         self.experts = GroupedExperts(config, device=device)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
+        self.side: SideStream | None = None
+        """Where the shared expert runs beside the others; None: before them, on one stream."""
         self.latent_down: nn.Module | None = None
         self.latent_up: nn.Module | None = None
         if moe.latent_size:
@@ -59,13 +62,19 @@ class MoELayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
-        routed = _eagerly(self, hidden)
         if self.shared_experts is None:
-            return routed
-        shared = self.shared_experts(hidden)
-        if self.shared_expert_gate is not None:
-            shared = torch.sigmoid(self.shared_expert_gate(hidden)) * shared
-        return routed + shared
+            return _eagerly(self, hidden)
+        if self.side is not None:
+            return _side_by_side(self, hidden)
+        return _eagerly(self, hidden) + self.shared(hidden)
+
+    def shared(self, hidden: Tensor) -> Tensor:
+        """What the shared expert makes of (S, B, H)."""
+        assert self.shared_experts is not None
+        output = self.shared_experts(hidden)
+        if self.shared_expert_gate is None:
+            return output
+        return torch.sigmoid(self.shared_expert_gate(hidden)) * output
 
     def routed(self, hidden: Tensor) -> Tensor:
         """What the experts make of (S, B, H), without the shared one."""
@@ -78,6 +87,12 @@ class MoELayer(nn.Module):
         return output if self.latent_up is None else self.latent_up(output)
 
 
+def _both(layer: MoELayer, hidden: Tensor) -> Tensor:
+    assert layer.side is not None
+    shared = layer.side.begin(layer.shared, hidden)
+    return layer.routed(hidden) + shared()
+
+
 def _routed(layer: MoELayer, hidden: Tensor) -> Tensor:
     return layer.routed(hidden)
 
@@ -85,3 +100,4 @@ def _routed(layer: MoELayer, hidden: Tensor) -> Tensor:
 # Numbers of tokens change from step to step, and statistics are not part of the mathematics:
 # compiled layers leave this out.
 _eagerly: Any = torch.compiler.disable(_routed)
+_side_by_side: Any = torch.compiler.disable(_both)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.layers.moe.dispatcher import Dispatched, TokenDispatcher
 from megatron_lightning.layers.moe.experts import GroupedExperts
+from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.permute import (
     Order,
     count,
@@ -31,6 +32,7 @@ from megatron_lightning.layers.moe.permute import (
     unpermute,
 )
 from megatron_lightning.layers.moe.routing import Routing
+from megatron_lightning.layers.moe.side_stream import SideStream
 from megatron_lightning.parallel.collectives import (
     all_gather,
     gather_dim,
@@ -58,7 +60,11 @@ def apply_expert_parallel(
     Without sequence parallelism tensor ranks hold equal tokens; with it each holds its own.
     """
     ranks = ExpertRanks.of(mesh)
+    overlaps = config.overlap_shared_experts and mesh.device.type == "cuda"
+    side = SideStream() if overlaps else None
     for module in network.modules():
+        if isinstance(module, MoELayer) and module.shared_experts is not None:
+            module.side = side
         if isinstance(module, GroupedExperts):
             module.linear_fc2.adds_bias = ranks.tensor.is_first
         if not hasattr(module, "dispatcher"):
