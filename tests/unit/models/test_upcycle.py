@@ -101,3 +101,21 @@ def test_what_has_no_source_is_refused(changes: dict[str, Any], words: str) -> N
     sparse = GPTModel(GPTConfig(**SIZES, moe=MoEConfig(num_experts=6)))
     with pytest.raises(ValueError, match="has 6 experts already"):
         upcycle(sparse, MoEConfig(num_experts=6))
+
+
+def test_every_box_is_a_part_of_the_whole() -> None:
+    """What a rank of any layout reads: its experts, its columns."""
+    dense = dense_model()
+    made = upcycle(dense, MoEConfig(num_experts=6))
+    whole = made.built_network().state_dict()
+    source = made.initial_values
+    assert source is not None
+    for name in ("experts.linear_fc1.weight", "experts.linear_fc2.weight", "router.weight"):
+        name = f"decoder.layers.1.mlp.{name}"
+        shape = whole[name].shape
+        offsets = [size // 2 if dim != 1 else 0 for dim, size in enumerate(shape)]
+        sizes = [size - offset for size, offset in zip(shape, offsets, strict=True)]
+        box = torch.empty(sizes)
+        source.fill(box, name, offsets, sizes)
+        part = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        assert torch.equal(box, whole[name][part]), name
