@@ -1,5 +1,5 @@
-"""What balances experts besides the weights is resumed: the bias that chooses, and the shares of the
-last window. Bitwise in the same layout, within tolerance in another.
+"""What balances experts besides the weights is resumed: the bias that chooses, and the shares of
+the last window. Bitwise in the same layout, within tolerance in another.
 """
 
 from pathlib import Path
