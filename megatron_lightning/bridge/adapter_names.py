@@ -61,8 +61,8 @@ def places(module: MegatronModule, family: Family, config: GPTConfig) -> dict[Pl
     found: dict[Place, Projection] = {}
     for path in linear_paths(module):
         rule, names = _rule_of(family, config, f"{path}.weight")
-        if rule is None:
-            continue
+        if rule is None or not all(name.endswith(".weight") for name in names):
+            continue  # stacked experts are parameters of no linear module
         modules = [name.removesuffix(".weight") for name in names]
         transposed = isinstance(rule.form, Transposed)
         form = rule.form.inner if isinstance(rule.form, Transposed) else rule.form

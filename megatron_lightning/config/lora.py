@@ -8,7 +8,8 @@ from typing import Literal
 ADAPTERS = "adapters"
 """Name under which a linear layer holds its adapters, in the names of their parameters."""
 
-DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+DEFAULT_TARGETS = ("linear_*",)
+"""All linear layers of attention and MLP, experts included."""
 
 
 def is_adapter(name: str) -> bool:
@@ -57,7 +58,7 @@ class LoraConfig:
         if not 0 <= self.dropout < 1:
             errors.append(f"lora.dropout={self.dropout}: must lie in [0, 1)")
         if not self.targets:
-            errors.append(f"lora.targets=(): name the layers, e.g. {DEFAULT_TARGETS}")
+            errors.append("lora.targets=(): name the layers, e.g. linear_qkv, linear_proj")
         if isinstance(self.targets, str):
             errors.append(f"lora.targets={self.targets!r}: give a list of names")
         if self.checkpoint not in ("all", "adapters"):
