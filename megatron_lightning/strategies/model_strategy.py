@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from megatron_lightning.checkpoint import SaveTimes
-from megatron_lightning.config.parallel import (
-    ParallelConfig,
-)
+from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_world, raise_if_any
 from megatron_lightning.precision.masters import MasterParameters
@@ -37,13 +35,10 @@ from megatron_lightning.strategies.launchers import choose_launcher
 from megatron_lightning.strategies.local_copies import LocalCopies
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.random_states import Generators
-from megatron_lightning.strategies.readers import may_defer_gather, may_fold
 from megatron_lightning.strategies.saves import Saves
 from megatron_lightning.strategies.signals import SAVED_STEP
-from megatron_lightning.strategies.trainer_checks import (
-    optimizer_problems,
-    trainer_problems,
-)
+from megatron_lightning.strategies.trainer_checks import optimizer_problems, trainer_problems
+from megatron_lightning.strategies.updates import begin_update
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
@@ -164,17 +159,7 @@ class ModelStrategy(MeshStrategy):
         self.setup_precision_plugin()
         if fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
-            self._update = ParameterUpdate(
-                self.parallel_model,
-                self.mesh,
-                self.config,
-                self._megatron_precision().policy,
-                self.optimizers,
-                seed=self.seed,
-                defer=may_defer_gather(self.config, trainer),
-                fold=may_fold(trainer),
-            )
-            plugin.fold_fn, plugin.before_step_fn = self._update.fold, self._update.before_step
+            self._update = begin_update(self, plugin, trainer)
             self.saves.begin_fit(trainer)
 
     def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
