@@ -8,6 +8,7 @@ import torch
 
 from megatron_lightning.config import (
     DataParallelConfig,
+    LatentAttentionConfig,
     LoraConfig,
     MoEConfig,
     PipelineConfig,
@@ -31,6 +32,12 @@ EXPERTS = dict(
         num_experts=4, ffn_hidden_size=64, shared_expert_ffn_hidden_size=32, layer_pattern="ED"
     )
 )
+LATENT = dict(
+    num_query_groups=4,
+    latent_attention=LatentAttentionConfig(
+        q_lora_rank=8, kv_lora_rank=6, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=5
+    ),
+)
 BIASES = dict(add_bias_linear=True, norm="layernorm", gated_linear_unit=False, activation="gelu")
 
 FAST: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
@@ -50,6 +57,7 @@ SLOW: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
         EXPERTS,
     ),
     "ep2_fsdp": (4, dict(expert_parallel_size=2, data_parallel=FULL), LORA, EXPERTS),
+    "tp2_sp_latent": (2, TENSOR, LORA, LATENT),
     "cp2_biases": (2, dict(context_parallel_size=2), LORA, BIASES),
     "tp2_sp_pp2_zero": (8, TENSOR | PIPELINE | {"data_parallel": ZERO}, JOINED, {}),
     "pp2_interleaved_recompute": (

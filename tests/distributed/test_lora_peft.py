@@ -132,3 +132,27 @@ def test_a_checkpoint_of_adapters_alone_finds_its_base(tmp_path: Path) -> None:
         torch.testing.assert_close(model(tokens), ended["logits"], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="adapters alone, and this module has no base.*llama"):
         GPTModel(model.config, lora=lora).load_weights(tmp_path / "a.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("held", "precision"), [("all", "32-true"), ("adapters", "bf16-mixed")])
+def test_a_run_goes_on_in_another_layout(tmp_path: Path, held: Any, precision: str) -> None:
+    """Exactly: masters and optimizer state of the adapters are there, the base is as it was."""
+    base = DATA / "hf" / "qwen2"
+    lora = LoraConfig(rank=4, alpha=8, checkpoint=held)
+    trainer = dict(precision=precision)
+    tolerance = TOLERANCE if precision == "32-true" else 2e-2
+    whole = LoraRun(base=base, lora=lora, trainer=trainer)
+    want = run_ranks_fresh(train, 1, whole)[0]
+    first = LoraRun(
+        base=base, lora=lora, trainer=trainer, layout=TP2_SP, steps=5, save=tmp_path / "a.ckpt"
+    )
+    run_ranks_fresh(train, 2, first)
+    for layout in (
+        dict(data_parallel=DataParallelConfig(sharding="fsdp")),
+        dict(data_parallel=DataParallelConfig(sharding="optimizer")),
+        dict(pipeline_parallel_size=2, micro_batch_size=2),
+    ):
+        rest = LoraRun(base=base, lora=lora, trainer=trainer, layout=layout, start=first.save)
+        got = run_ranks_fresh(train, 2, rest)[0]
+        assert got["losses"] == pytest.approx(want["losses"][5:], abs=tolerance)
