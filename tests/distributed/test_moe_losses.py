@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -16,10 +17,12 @@ from megatron_lightning.models import GPTModel
 from tests import tolerances
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import (
+    Batches,
     Run,
     assemble,
     assert_same_training,
     global_batch,
+    make_strategy,
     tiny_config,
     train,
 )
@@ -182,3 +185,58 @@ def test_gradient_is_that_of_mean_loss_and_mean_auxiliary_loss(normalization: st
         got = gradients[name]
         want = parameter.grad[tuple(slice(0, size) for size in got.shape)] / weights
         tolerances.assert_gradient_close(name, got, want, norm)
+
+
+class Untold(GPTModel):
+    """Its step says that its loss is a mean over tokens, its other method doesn't."""
+
+    def num_loss_tokens(self, batch: dict[str, torch.Tensor]) -> None:
+        return None
+
+
+class ByHand(GPTModel):
+    """Manual optimization."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss, _ = self.token_losses(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def small_fit(rank: int, world_size: int, kind: type[GPTModel], model: str) -> list[Any]:
+    """Three steps; the first router's bias and its loads of the last step."""
+    run = run_of(model, "token")
+    module = kind(run.config)
+    trainer = L.Trainer(
+        strategy=make_strategy({}),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=3,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, Batches(run))
+    router = routers(module)[0]
+    return [router.expert_bias, router.statistics.tokens.clone()]
+
+
+def test_a_step_that_contradicts_what_it_told_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"num_loss_tokens\(batch\) gives None"):
+        run_ranks_fresh(small_fit, 1, Untold, "losses")
+
+
+def test_bias_and_loads_under_manual_optimization() -> None:
+    for bias, tokens in run_ranks_fresh(small_fit, 2, ByHand, "sequence_loss_and_bias"):
+        assert int(tokens.sum()) == 4 * 16 * 2  # this rank's last batch: samples, tokens, experts
+        moved = (bias / MODELS["sequence_loss_and_bias"].expert_bias_update_rate).round()
+        assert moved.abs().max() <= 3
+        assert moved.abs().max() >= 1
