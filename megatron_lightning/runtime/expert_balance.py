@@ -38,6 +38,11 @@ class ExpertBalance:
         """Whether any router has a loss of its own."""
         return any(router.config.has_losses for router in self._routers)
 
+    @property
+    def follows_loads(self) -> bool:
+        """Whether any router changes with the loads of a window, unless it had no token."""
+        return any(router.follows_loads for router in self._routers)
+
     def begin_forward(self, weight: Tensor | float) -> None:
         """Before a training forward: the factor of the micro-batch's loss in the window's sum."""
         self._weight.value = weight

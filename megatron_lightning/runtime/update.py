@@ -88,7 +88,9 @@ class ParameterUpdate:
         if defer and isinstance(shards, ParameterShards):
             self._gate = LayerGate(model, shards.wait)
         self._folded: FoldedStep | None = None
-        if isinstance(model.buckets, GradientBuckets) and model.expert_balance is None:
+        balance = model.expert_balance  # one that follows loads asks at once for empty windows
+        follows = balance is not None and balance.follows_loads
+        if isinstance(model.buckets, GradientBuckets) and not follows:
             self._folded = FoldedStep.of(self.optimizers, self._copies, mesh.device, fold=fold)
 
     def _copies(self) -> Mapping[Parameter, Tensor]:

@@ -13,13 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import DataParallelConfig
+from megatron_lightning.config import DataParallelConfig, MoEConfig
 from megatron_lightning.layers import kernels
 from megatron_lightning.optim import adam_pass
 from megatron_lightning.runtime import folded_step
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Recorder, Run, assemble, assert_same_training, train
+from tests.layout_runs import (
+    Recorder,
+    Run,
+    assemble,
+    assert_same_training,
+    tiny_config,
+    train,
+)
 
 _WIDTHS = {torch.float32: (ctypes.c_float, torch.float32), torch.bfloat16: (ctypes.c_int16, None)}
 
@@ -148,6 +155,14 @@ def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
         name: (tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t)
         for name, t in assemble(parts).items()
     }
+
+
+def test_experts_are_stepped_alike() -> None:
+    moe = MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=32, aux_loss_coeff=0.01)
+    run = Run(config=tiny_config(moe=moe), steps=3, keep_gradients=(1,))
+    wanted = run_ranks_fresh(train, 1, run)
+    found = run_ranks_fresh(train_with_pass, 1, run, True)
+    assert_same_training(found, _as_one(wanted))
 
 
 def masked_second_step(run: Run, index: int) -> dict[str, Tensor]:
