@@ -15,6 +15,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
 from megatron_lightning.config.rotary import RotaryConfig
+from megatron_lightning.models.presets_variants import VARIANTS
 
 _GPT2: dict[str, Any] = {
     "vocab_size": 50257,
@@ -192,9 +193,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         ),
     },
     "deepseek-v3": _DEEPSEEK_V3,
+    **VARIANTS,
     "tiny": _TINY,
-    "tiny-moe": _TINY
-    | {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64, aux_loss_coeff=0.01)},
+    "tiny-moe": _TINY | {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64, aux_loss_coeff=0.01)},
     "tiny-gpt2": _GPT2
     | {
         "vocab_size": 257,

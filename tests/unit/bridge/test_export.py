@@ -139,11 +139,25 @@ def test_own_models(tmp_path: Path, case: str) -> None:
     assert torch.equal(logits(back), logits(model))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"])
-def test_presets_are_expressed(name: str) -> None:
-    config = preset_config(name)
-    family = name.split(".")[0].split("-")[0].rstrip("3") if name != "qwen3-8b" else "qwen3"
-    assert FAMILIES[family].expresses(config) is None
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("gpt2", "gpt2"),
+        ("llama3.1-8b", "llama"),
+        ("mistral-7b", "mistral"),
+        ("qwen2.5-7b", "qwen2"),
+        ("qwen3-8b", "qwen3"),
+        ("mixtral-8x7b", "mixtral"),
+        ("qwen3-30b-a3b", "qwen3_moe"),
+        ("gemma2-2b", "gemma2"),
+        ("gemma2-27b", "gemma2"),
+        ("gemma3-1b", "gemma3_text"),
+        ("gemma3-27b", "gemma3_text"),
+        ("gpt-oss-20b", "gpt_oss"),
+    ],
+)
+def test_presets_are_expressed(name: str, family: str) -> None:
+    assert FAMILIES[family].expresses(preset_config(name)) is None
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "phi3"])

@@ -10,17 +10,7 @@ from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
 from megatron_lightning.cli.plan import main
 from megatron_lightning.cli.plan_request import HARDWARE
 from megatron_lightning.models.presets import PRESETS
-
-PUBLISHED = {
-    "gpt2": 124_439_808,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "mistral-7b": 7_241_732_096,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-}
+from tests.unit.models.test_presets import PUBLISHED
 
 
 def words_of(*arguments: str) -> list[str]:
@@ -134,7 +124,8 @@ def test_parameters_are_the_published_ones(preset: str, capsys: pytest.CaptureFi
 
 
 def test_every_published_preset_is_checked() -> None:
-    assert {name for name in PRESETS if not name.startswith("tiny")} == set(PUBLISHED)
+    named = {name for name in PRESETS if not name.startswith("tiny")}
+    assert named - {"deepseek-v3"} == set(PUBLISHED)  # whose count has a test of its own
 
 
 def test_a_config_file_and_options_on_top(
