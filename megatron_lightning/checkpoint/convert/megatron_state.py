@@ -68,8 +68,8 @@ def training_state(found: DcpFolder, config: GPTConfig) -> TrainingState:
     if buckets is not None and any(_BUCKETS.match(name) for name in found.tensors):
         raise CheckpointError(
             f"{found.folder}: the optimizer's state is in buckets of one layout ({buckets}), which"
-            " can't be read; save with dist_ckpt_optim_fully_reshardable, or convert with"
-            " --weights-only"
+            " can't be read; save with distrib_optim_sharding_type='fully_reshardable', or convert"
+            " with --weights-only"
         )
     rules = gpt_rules(config)
     named = {kind: to_ours(rules, tensors).tensors for kind, tensors in by_kind.items()}
@@ -129,8 +129,8 @@ def _find_step(values: Any) -> int | None:
         return None
     if isinstance(values, Mapping):
         for group in values.get("param_groups") or ():
-            if isinstance(group, Mapping) and isinstance(group.get("step"), int):
-                return group["step"]
+            if isinstance(group, Mapping) and isinstance(group.get("step"), (int, float)):
+                return int(group["step"])
         values = list(values.values())
     found = [_find_step(one) for one in values] if isinstance(values, list) else []
     return next((step for step in found if step is not None), None)
