@@ -50,6 +50,9 @@ class Layer(torch.nn.Module):
             part = part.chunk(mesh.sizes["etp"], dim)[mesh.axis("etp").rank]
             setattr(self, name, part.contiguous())
 
+    def to_device(self, device: str) -> None:
+        self.fc1, self.fc2 = self.fc1.to(device), self.fc2.to(device)
+
     def run(self, hidden: Tensor, routing: Routing) -> Tensor:
         sent = self.dispatcher.dispatch(hidden, routing)
         counts = sent.counts.tolist()
@@ -64,7 +67,7 @@ class Layer(torch.nn.Module):
         return self.dispatcher.combine(weighted, sent)
 
 
-def tokens_of(case: Case, index: int) -> tuple[Tensor, Routing]:
+def tokens_of(case: Case, index: int, device: str = "cpu") -> tuple[Tensor, Routing]:
     """Hidden rows and routing of the rank (or group of ranks with equal tokens) `index`."""
     generator = torch.Generator().manual_seed(100 + index)
     length = TOKENS - (index * 3 % 5 if case.uneven else 0)
@@ -74,10 +77,11 @@ def tokens_of(case: Case, index: int) -> tuple[Tensor, Routing]:
         scores[:, EXPERTS // 2 :] = -1.0
     probs, experts = scores.topk(TOPK, dim=-1)
     dropped = torch.rand(length, TOPK, generator=generator) < 0.3
-    return hidden.requires_grad_(), Routing(
-        probs=probs.detach().requires_grad_(),
-        experts=experts,
-        dropped=dropped if case.routing == "dropped" else None,
+    return hidden.to(device).requires_grad_(), Routing(
+        probs=probs.detach().to(device).requires_grad_(),
+        experts=experts.to(device),
+        dropped=dropped.to(device) if case.routing == "dropped" else None,
+        capacity=length if case.routing == "padded" else None,
     )
 
 
@@ -88,23 +92,24 @@ def results(layer: Layer, hidden: Tensor, routing: Routing) -> tuple[Tensor, ...
     (output.sin().sum()).backward()
     grads = (hidden.grad, routing.probs.grad, layer.fc1.grad, layer.fc2.grad)
     assert all(grad is not None for grad in grads)
-    return (output.detach(), *(grad for grad in grads if grad is not None))
+    return (output.detach().cpu(), *(grad.cpu() for grad in grads if grad is not None))
 
 
-def run_case(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+def run_case(rank: int, world_size: int, case: Case, device: str = "cpu") -> dict[str, Any]:
     mesh = ParallelMesh.build(
-        device=torch.device("cpu"),
+        device=torch.device(device),
         tensor=case.tensor,
         expert=case.expert,
         expert_tensor=case.expert_tensor,
     )
     layer = Layer()
     layer.cut(mesh)
+    layer.to_device(device)
     config = ExpertConfig(dispatcher=case.dispatcher)  # type: ignore[arg-type]
     apply_expert_parallel(layer, mesh, config, sequence_parallel=case.sequence_parallel)
     shared = case.tensor > 1 and not case.sequence_parallel
     index = mesh.dp.rank if shared else rank
-    got = results(layer, *tokens_of(case, index))
+    got = results(layer, *tokens_of(case, index, device))
     return {"index": index, "ep": mesh.axis("ep").rank, "etp": mesh.axis("etp").rank, "got": got}
 
 
@@ -121,6 +126,9 @@ CASES = {
     "one_rank_etp2": (4, Case(expert=2, expert_tensor=2, routing="one_rank")),
     "dropped": (2, Case(expert=2, routing="dropped")),
     "dropped_tp2": (2, Case(expert=2, tensor=2, sequence_parallel=False, routing="dropped")),
+    "padded": (2, Case(expert=2, routing="padded")),
+    "padded_etp2": (4, Case(expert=2, expert_tensor=2, routing="padded")),
+    "padded_tp2": (2, Case(expert=2, tensor=2, sequence_parallel=False, routing="padded")),
     "uneven": (4, Case(expert=4, uneven=True)),
     "uneven_tp2": (4, Case(expert=4, tensor=2, sequence_parallel=False, uneven=True)),
 }
@@ -131,7 +139,11 @@ CASES = {
 def test_dispatch_equals_one_process(name: str, dispatcher: str) -> None:
     world_size, case = CASES[name]
     case = dataclasses.replace(case, dispatcher=dispatcher)
-    ranks = run_ranks(run_case, world_size, case)
+    compare(case, run_ranks(run_case, world_size, case))
+
+
+def compare(case: Case, ranks: list[dict[str, Any]]) -> None:
+    """Every rank's outputs and gradients with those of whole layers on its tokens."""
     indices = sorted({rank["index"] for rank in ranks})
     whole = {index: results(Layer(), *tokens_of(case, index)) for index in indices}
     for rank in ranks:

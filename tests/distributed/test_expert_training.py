@@ -6,18 +6,13 @@ import functools
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_lightning.config import DataParallelConfig, ExpertConfig, MoEConfig
-from megatron_lightning.layers.moe.router import Router
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, assert_same_training, tiny_config, train
+from tests.router_margins import assert_margins, smallest_margins
 
 STEPS = 3
-MARGIN = 1e-5
-"""Least distance between the score of a token's last chosen expert and the next one: a hundred
-times the rounding of scores near 0.1, so that no layout may choose otherwise."""
-
 MODELS: dict[str, dict[str, Any]] = {
     "shared": dict(
         moe=MoEConfig(
@@ -83,20 +78,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def train_with_margin(rank: int, world_size: int, run: Run) -> dict[str, Any]:
-    """Train in one process, and note the least margin of all routers in all steps."""
-    margins: list[float] = []
-    logits_of = Router.logits
-
-    def logits(self: Router, hidden: Tensor) -> Tensor:
-        found = logits_of(self, hidden)
-        best = found.detach().sort(dim=-1, descending=True).values
-        topk = self.config.router_topk
-        margins.append(float((best[:, topk - 1] - best[:, topk]).min()))
-        return found
-
-    Router.logits = logits  # this rank is forked for this run alone
-    return train(rank, world_size, run) | {"margin": min(margins)}
+def train_with_margins(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    """Train in one process, and note the margins of all routers in all steps."""
+    with smallest_margins() as margins:
+        return train(rank, world_size, run) | {"margins": margins}
 
 
 def run_of(model: str, **options: Any) -> Run:
@@ -106,8 +91,8 @@ def run_of(model: str, **options: Any) -> Run:
 
 @functools.cache
 def single(model: str) -> dict[str, Any]:
-    alone = run_ranks_fresh(train_with_margin, 1, run_of(model))[0]
-    assert alone["margin"] > MARGIN
+    alone = run_ranks_fresh(train_with_margins, 1, run_of(model))[0]
+    assert_margins(alone["margins"])
     return alone
 
 
