@@ -13,6 +13,7 @@ from megatron_lightning.config.activations import (
     head_bytes_per_token,
     kept_bytes_per_token,
     layer_rows,
+    prediction_bytes_per_token,
 )
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
@@ -31,6 +32,12 @@ LAYER_MODULES = (
     "self_attention.linear_qkv",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.kv_layernorm",
+    "self_attention.linear_kv_up_proj",
     "self_attention.core_attention",
     "self_attention.linear_proj",
     "post_attention_layernorm",
@@ -81,6 +88,12 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     if not chunk.has_head:
         return ChunkActivations(kept=kept, host=host, forward=0.0, backward=layer_backward)
     of_head, logits = (tokens * size for size in head_bytes_per_token(model, sizes))
+    of_head += tokens * prediction_bytes_per_token(
+        model,
+        sizes,
+        sliding=_kind(request, model.num_layers - 1)[0],
+        recomputed=config.recompute.mode == "full",
+    )
     loss_slices = min(LOSS_SLICE_BYTES, 2 * logits * 4 / sizes.bytes_per_element)
     # First the loss makes the logits' gradient; then the output layer's weight gets its own.
     weight = model.padded_vocab_size(sizes.tensor_parallel_size) * model.hidden_size

@@ -189,9 +189,13 @@ def _run(
 
 def stage_weights(model: GPTConfig, seq_length: int, layout: StageLayout) -> tuple[float, ...]:
     """Operations of each virtual stage in units of one layer."""
+    depths = model.prediction_depths
     head = 6 * model.vocab_size * model.hidden_size
-    layer = (model.flops_per_token(seq_length) - head) / model.num_layers
-    return tuple(len(stage.layers) + stage.has_head * head / layer for stage in layout.stages)
+    joining = 12 * model.hidden_size**2
+    layers = model.flops_per_token(seq_length) - (1 + depths) * head - depths * joining
+    layer = layers / (model.num_layers + depths)
+    last = (1 + depths) * head / layer + depths * (1 + joining / layer)
+    return tuple(len(stage.layers) + stage.has_head * last for stage in layout.stages)
 
 
 def ideal_bubble(plan: Plan) -> float:

@@ -104,8 +104,10 @@ def _context(request: PlanRequest, element_tokens: float) -> float:
     if size == 1:
         return 0.0
     share = element_tokens / config.tensor_parallel_size
-    keys_values = 2 * model.num_query_groups * model.head_dim * share
-    exchanged = 2 * (model.attention_size * 2 * share + keys_values)  # q, k, v in and output back
+    sizes = model.head_dim + model.value_dim
+    keys_values = model.num_query_groups * sizes * share
+    # Queries, keys and values in, and the output back.
+    exchanged = 2 * (model.num_attention_heads * sizes * share + keys_values)
     form, inner = config.context.form, config.context.inner_of(size)
     if form == "all_to_all":
         return exchanged * _ring(size)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from megatron_lightning.config.expert_activations import expert_tensors
+from megatron_lightning.config.latent_activations import CORE, latent_tensors
 from megatron_lightning.config.model import GPTConfig
 
 STATISTIC_BYTES = 4
@@ -68,7 +69,8 @@ def layer_rows(
     it has experts in place of the MLP.
     """
     mlp = _expert_rows(model, sizes) if experts else _mlp_rows(model, sizes)
-    rows = _attention_rows(model, sizes, sliding=sliding) + mlp
+    attention = _attention_rows if model.latent_attention is None else _latent_rows
+    rows = attention(model, sizes, sliding=sliding) + mlp
     return tuple(row for row in rows if not (sizes.compiled and row.pointwise))
 
 
@@ -181,6 +183,36 @@ def _attention_rows(
                 kept_by=(core,),
             )
         )
+    rows += _branch_norm_rows("post_attention_layernorm", model, sizes)
+    return rows + _mask("attention_dropout", model, hidden)
+
+
+def _latent_rows(model: GPTConfig, sizes: ActivationSizes, *, sliding: bool) -> list[SavedTensor]:
+    element, split = sizes.bytes_per_element, sizes.split_hidden
+    hidden, heads = model.hidden_size / split, model.num_attention_heads
+    rows = [
+        _hidden("layer input", model, sizes, "input_layernorm", ("",)),
+        *_norm_rows("input_layernorm", model, sizes, hidden, 1 / split),
+        SavedTensor(
+            name="attention statistics",
+            bytes_per_token=heads / sizes.tensor_parallel_size * STATISTIC_BYTES,
+            kept_by=(CORE,),
+        ),
+    ]
+    for tensor in latent_tensors(
+        model, split_hidden=split, tensor_size=sizes.tensor_parallel_size, sliding=sliding
+    ):
+        copies = tensor.norm is not None and model.norm == "rmsnorm" and not sizes.fused_norm
+        rows.append(
+            SavedTensor(
+                name=tensor.name,
+                bytes_per_token=element * tensor.elements,
+                kept_by=() if copies and element < 4 else tensor.kept_by,
+                enters=tensor.enters,
+            )
+        )
+        if tensor.norm is not None:
+            rows += _norm_rows(tensor.norm, model, sizes, tensor.elements, 1 / split)
     rows += _branch_norm_rows("post_attention_layernorm", model, sizes)
     return rows + _mask("attention_dropout", model, hidden)
 
@@ -301,3 +333,25 @@ def head_bytes_per_token(model: GPTConfig, sizes: ActivationSizes) -> tuple[floa
     kept = [_hidden("final", model, sizes, "final_layernorm", ()), *norm]
     loss = 8.0 + 1.0 + 1.0 + STATISTIC_BYTES  # target columns, two masks, log sum of exponentials
     return kept_bytes_per_token(kept) + element * hidden + logits + loss, logits
+
+
+def prediction_bytes_per_token(
+    model: GPTConfig, sizes: ActivationSizes, *, sliding: bool = False, recomputed: bool = False
+) -> float:
+    """What all depths of multi-token prediction keep; `recomputed`: of their layers the inputs
+    only.
+    """
+    element, hidden = sizes.bytes_per_element, model.hidden_size / sizes.split_hidden
+    normed = _norm_rows("norm", model, sizes, hidden, 1 / sizes.split_hidden)
+    inputs = [_hidden(name, model, sizes, "norm", ()) for name in ("embedded", "before")]
+    experts = model.is_moe_layer(model.num_layers - 1)
+    layer = kept_bytes_per_token(layer_rows(model, sizes, sliding=sliding, experts=experts))
+    # The norms of both inputs, the joined input of the projection, the layer, and its norm, whose
+    # own input stands among what the head keeps.
+    inner = kept_bytes_per_token([*inputs, *normed, *normed]) + element * 2 * hidden + layer
+    layer_kept = element * 2 * hidden if recomputed else inner
+    # What the head's norm would keep again is the output of the norm before, which is one storage.
+    head = head_bytes_per_token(model, sizes)[0]
+    shared = 0.0 if recomputed or not inputs[1].kept_by else element * hidden
+    tokens = embedding_bytes_per_token(model, sizes)
+    return model.prediction_depths * (tokens + layer_kept + head - shared)

@@ -10,6 +10,8 @@ from megatron_lightning.config import (
     AttentionConfig,
     ClampConfig,
     GPTConfig,
+    LatentAttentionConfig,
+    MultiTokenPredictionConfig,
     RecomputeConfig,
     StreamConfig,
 )
@@ -19,6 +21,7 @@ from megatron_lightning.config.activations import (
     head_bytes_per_token,
     kept_bytes_per_token,
     layer_rows,
+    prediction_bytes_per_token,
 )
 from megatron_lightning.config.model_states import StateDtypes, state_bytes
 from megatron_lightning.layers.dropout import apply_random
@@ -35,6 +38,12 @@ GPT2 = dict(
     add_bias_linear=True,
     position_embedding="learned",
     num_query_groups=8,
+)
+LATENT = LatentAttentionConfig(
+    kv_lora_rank=64, q_lora_rank=96, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32
+)
+ONE_SIZE = LatentAttentionConfig(
+    kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=48
 )
 MODELS: dict[str, dict[str, Any]] = {
     "swiglu_rope": {},
@@ -53,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
         attention=AttentionConfig(score_cap=5.0),
         stream=StreamConfig(zero_centered_norm=True, branch_norm=True, logit_cap=3.0),
     ),
+    "latent": dict(num_query_groups=8, latent_attention=LATENT),
+    "latent_of_one_size": dict(num_query_groups=8, latent_attention=ONE_SIZE, norm="layernorm"),
     "sinks": dict(attention=AttentionConfig(sinks=True), clamp=ClampConfig()),
 }
 
@@ -96,6 +107,24 @@ def test_a_whole_network(model: str, dtype: torch.dtype) -> None:
         assert estimated * BATCH * SEQUENCE == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_multi_token_prediction(dtype: torch.dtype) -> None:
+    prediction = MultiTokenPredictionConfig(num_layers=2)
+    network = network_of(dtype, **MODELS["latent"], multi_token_prediction=prediction)
+    tokens = torch.randint(0, 1000, (BATCH, SEQUENCE))
+    mask = torch.ones(BATCH, SEQUENCE)
+
+    def further() -> torch.Tensor:
+        losses, depths = network(tokens, None, tokens, loss_mask=mask)
+        return losses.sum() + depths.losses.sum()
+
+    without = saved_bytes(lambda: network(tokens, None, tokens).sum())
+    measured = saved_bytes(further) - without
+    sizes = ActivationSizes(bytes_per_element=dtype.itemsize, fused_norm=False)
+    estimated = prediction_bytes_per_token(network.config, sizes) * BATCH * SEQUENCE
+    assert estimated == pytest.approx(measured, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("config", "recomputed"),
     [
@@ -109,10 +138,12 @@ def test_a_whole_network(model: str, dtype: torch.dtype) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("model", ["swiglu_rope", "gpt2"])
+@pytest.mark.parametrize("model", ["swiglu_rope", "gpt2", "latent"])
 def test_recomputed_modules(
     model: str, config: RecomputeConfig, recomputed: tuple[str, ...]
 ) -> None:
+    if model == "latent" and "*_layernorm" in config.modules:
+        recomputed += ("self_attention.q_layernorm", "self_attention.kv_layernorm")
     network = network_of(torch.float32, **MODELS[model])
     plan_of_layers = network.decoder.layers["0"]
     apply_recompute(network, _plan(network), config, streams=None, device=torch.device("cpu"))
