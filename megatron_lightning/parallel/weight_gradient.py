@@ -36,6 +36,10 @@ class MainGradients(Protocol):
         """Add grad^T x to the gradient of a weight: (..., out), (..., in) -> (out, in)."""
         ...
 
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add to the gradient of a parameter, in any shape of as many elements."""
+        ...
+
     def arrived(self, name: str) -> None:
         """Called when the gradient of `name` is in its view."""
         ...
@@ -58,6 +62,26 @@ class _Product:
             return lambda: self.x
         return begin_all_gather(self.x, self.axis, self.dim)
 
+    def add_to(self, target: MainGradients, x: Tensor) -> None:
+        """Multiply with the whole input and add."""
+        target.add_product(self.name, self.grad, x)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Any other gradient: what computes it in the weight's shape, or one of as many elements."""
+
+    name: str
+    multiply: Callable[[], Tensor]
+
+    def begin_input(self) -> Finish:
+        """There is nothing to gather."""
+        return lambda: torch.empty(0)
+
+    def add_to(self, target: MainGradients, x: Tensor) -> None:
+        """Compute and add."""
+        target.add(self.name, self.multiply())
+
 
 class WeightGradients:
     """The products that wait, by micro-batch and chunk. One for each rank's model."""
@@ -65,7 +89,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.target: MainGradients | None = None
         """Set while there are gradient buckets."""
-        self._waiting: dict[Key, list[_Product]] = {}
+        self._waiting: dict[Key, list[_Product | _Call]] = {}
         self._key: Key | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
@@ -88,7 +112,7 @@ class WeightGradients:
         finally:
             self._key = None
 
-    def defer(self, product: _Product) -> bool:
+    def defer(self, product: _Product | _Call) -> bool:
         """Take a product if a pass is being collected."""
         if self._key is None:
             return False
@@ -118,9 +142,9 @@ class WeightGradients:
             if left[product.name] == 0 and self.target is not None:
                 self.target.arrived(product.name)
 
-    def _add(self, product: _Product, x: Tensor) -> None:
+    def _add(self, product: _Product | _Call, x: Tensor) -> None:
         assert self.target is not None, "weight gradients without gradient buckets"
-        self.target.add_product(product.name, product.grad, x)
+        product.add_to(self.target, x)
 
     def clear(self) -> None:
         """Forget everything, after a failed run."""
@@ -157,6 +181,10 @@ class WeightSink:
     def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
         """Keep (..., out) and (..., in) for later; False if the gradient is wanted now."""
         return self.gradients.defer(_Product(self.name, grad, x, axis, dim))
+
+    def defer_call(self, multiply: Callable[[], Tensor]) -> bool:
+        """Keep what computes the gradient for later; False if it is wanted now."""
+        return self.gradients.defer(_Call(self.name, multiply))
 
 
 def apply_weight_sinks(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,21 @@ from megatron_lightning.parallel.random import Constant, Initial, Normal
 _ALIGNMENT_BYTES = 16
 
 
+class DefersGradient(Protocol):
+    """A place for what computes a weight's gradient, see `parallel/weight_gradient.py`."""
+
+    def defer_call(self, multiply: Callable[[], Tensor]) -> bool:
+        """Keep it for later; False: not now."""
+        ...
+
+
 class ExpertLinear(nn.Module):
     """Row r of expert e: W_e x_r + b_e, with a weight of global shape (E, *output_shape,
     in_features).
     """
 
+    weight_sink: DefersGradient | None = None
+    """Set when the schedule splits backwards: may put off the weight's gradient."""
     adapters: nn.Module | None
     """Low-rank adapters, see `layers/lora.py`: (rows, output, counts) -> output."""
 
@@ -59,11 +70,10 @@ class ExpertLinear(nn.Module):
         """
         num_experts, *output_shape, in_features = self.weight.shape
         weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
-        ends = counts.cumsum(0)
-        if can_group(rows, weight):
-            y = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends.to(torch.int32))
+        if self.weight_sink is None:
+            y = expert_product(rows, weight, counts)
         else:
-            y = _one_by_one(rows, weight, counts)
+            y = _PutOff.apply(rows, weight, counts, self.weight_sink)
         y = y.unflatten(-1, output_shape)
         return y if self.adapters is None else self.adapters(rows, y, counts)
 
@@ -89,6 +99,49 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
     sizes = (rows.shape[-1], weight.shape[-2])
     aligned = all(size * rows.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
     return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
+
+
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """(R, in) by expert, (E, N, in) -> (R, N)."""
+    if can_group(rows, weight):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    return _one_by_one(rows, weight, counts)
+
+
+def expert_weight_gradient(grad: Tensor, rows: Tensor, like: Tensor, counts: Tensor) -> Tensor:
+    """Gradients (R, N) and inputs (R, in) by expert -> (E, N, in), as `like`."""
+    if can_group(rows, like):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(grad.t(), rows, offs=ends)
+    sizes: list[int] = counts.tolist()
+    used = sum(sizes)
+    pairs = zip(grad[:used].split(sizes), rows[:used].split(sizes), strict=True)
+    return torch.stack([dy.t() @ x for dy, x in pairs])
+
+
+class _PutOff(torch.autograd.Function):
+    """`expert_product`, whose weight's gradient may be computed later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, sink: DefersGradient
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        ctx.sink = sink
+        return expert_product(rows, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weight, counts = ctx.saved_tensors
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = expert_product(grad, weight.transpose(-2, -1), counts)
+        if ctx.needs_input_grad[1]:
+            multiply = partial(expert_weight_gradient, grad.contiguous(), rows, weight, counts)
+            grad_weight = None if ctx.sink.defer_call(multiply) else multiply()
+        return grad_rows, grad_weight, None, None
 
 
 def _one_by_one(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

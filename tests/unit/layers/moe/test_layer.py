@@ -19,6 +19,7 @@ from megatron_lightning.layers.moe import (
     unpermute,
 )
 from megatron_lightning.layers.torch_backend import TorchBackend
+from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 
 S, B, H, F_, E, K = 5, 2, 16, 12, 6, 2
 
@@ -246,3 +247,44 @@ def test_dense_and_expert_layers_alternate() -> None:
     config = GPTConfig(vocab_size=10, num_layers=5, hidden_size=H, num_attention_heads=2, moe=moe)
     assert [config.is_moe_layer(i) for i in range(5)] == [False, False, True, False, True]
     assert config.num_moe_layers == 2
+
+
+class Sums:
+    """Main gradients by name, as the gradient buckets keep them."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add_product(self, name: str, grad: Tensor, x: Tensor) -> None:
+        self.add(name, grad.flatten(0, -2).t() @ x.flatten(0, -2))
+
+    def add(self, name: str, grad: Tensor) -> None:
+        self.sums[name] = grad
+
+    def arrived(self, name: str) -> None:
+        assert name in self.sums
+
+
+@pytest.mark.parametrize("name", ["gated", "gated_with_bias", "shared", "dropped", "padded"])
+def test_weight_gradients_put_off(name: str) -> None:
+    """What a split backward computes later is what it would have computed at once."""
+    layer = make(*LAYERS[name][:1], **LAYERS[name][1])
+    plain = copy.deepcopy(layer)
+    hidden, same = inputs().requires_grad_(), inputs().requires_grad_()
+    plain(same).square().sum().backward()
+    gradients = WeightGradients()
+    gradients.target = Sums()
+    names = {id(p): key for key, p in layer.named_parameters()}
+    apply_weight_sinks(layer, gradients, names)
+    with gradients.collect((0, 0)):
+        layer(hidden).square().sum().backward()
+    put_off = gradients.names((0, 0))
+    assert {"experts.linear_fc1.weight", "experts.linear_fc2.weight"} <= put_off
+    gradients.compute((0, 0))
+    torch.testing.assert_close(hidden.grad, same.grad)
+    for key, parameter in plain.named_parameters():
+        got = layer.get_parameter(key).grad
+        assert (got is None) == (key in put_off), key
+        if got is None:
+            got = gradients.target.sums[key].view_as(parameter)
+        torch.testing.assert_close(got, parameter.grad, msg=key)
