@@ -11,7 +11,8 @@ class LossScaleConfig:
     """Loss scaling of `precision="16-mixed"`; without effect in other precisions."""
 
     initial: float = 65536.0
-    """Factor of the loss at the first step; for a `static` scale, at every step."""
+    """Factor of the loss at the first step; for a `static` scale, at every step. Until a first step
+    has been made, too large a scale falls by 16 at a time."""
     static: bool = False
     """Keep the initial scale; steps whose gradients are not finite are skipped all the same."""
     growth_interval: int = 1000
@@ -19,8 +20,8 @@ class LossScaleConfig:
     hysteresis: int = 1
     """Steps with gradients that are not finite, since the scale last grew, after which it is
     halved; 1: at once."""
-    minimum: float = 1.0
-    """The scale is never halved below this."""
+    minimum: float = 2.0**-16
+    """The scale never falls below this. Losses that are summed over tokens may need one below 1."""
     max_skipped_steps: int = 100
     """Steps skipped in a row after which training ends with an error: no scale helps then."""
 

@@ -57,8 +57,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held."""
-        sink = self.weight_sink
-        y = self._forward(x) if sink is None else sink.run(self._forward, x)
+        apart = self.quantized or self.weight_sink
+        y = self._forward(x) if apart is None else apart.run(self._forward, x)
         return y if self.adapters is None else self.adapters(x, y)
 
     def _forward(self, x: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ class SplitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
-        sink = self.weight_sink
-        return self._forward(input) if sink is None else sink.run(self._forward, input)
+        apart = self.quantized or self.weight_sink
+        return self._forward(input) if apart is None else apart.run(self._forward, input)
 
     def _forward(self, input: Tensor) -> Tensor:
         bias = None if self.sums_output else self.bias

@@ -87,23 +87,16 @@ class QuantizedProducts:
         sums: bool,
     ) -> Tensor:
         """`F.linear(before(x), weight, bias)` by the recipe: (..., in), (out, in) -> (..., out)."""
-        return _outside_of_regions(self, x, weight, bias, before, sums)
-
-    def run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        before: Callable[[Tensor], Tensor] | None,
-        sums: bool,
-    ) -> Tensor:
-        """See `__call__`."""
         axis, dim = _WHOLE, None
         if isinstance(before, ColumnInput):
             axis, dim = before.axis, before.sequence_dim
         elif before is not None:
             x = before(x)
         return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums)
+
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`forward(x)` of the layer, outside of compiled regions."""
+        return _outside_of_regions(forward, x)
 
     # ------------------------------------------------------------------ operands
 
@@ -173,20 +166,13 @@ def largest_over(amax: Tensor, *, axes: list[MeshAxis]) -> Tensor:
     return amax
 
 
-def _run(
-    products: QuantizedProducts,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    before: Callable[[Tensor], Tensor] | None,
-    sums: bool,
-) -> Tensor:
-    return products.run(x, weight, bias, before, sums)
+def _call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x)
 
 
 # Rounded weights, largest values and main gradients are kept from call to call, which a compiled
 # region can't know of; so these layers lie between regions, as kernels of their own.
-_outside_of_regions: Any = torch.compiler.disable(_run)
+_outside_of_regions: Any = torch.compiler.disable(_call)
 
 _WHOLE = MeshAxis(name="whole")
 

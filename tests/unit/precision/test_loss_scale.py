@@ -22,7 +22,7 @@ def test_halves_at_once_and_doubles_after_good_steps() -> None:
 
 def test_agrees_with_torchs_scaler() -> None:
     """The state machine of `torch.amp.GradScaler`, for the same order of overflows."""
-    steps = "x....xx......x.......x..........." * 3
+    steps = "....xx......x.......x..........." * 3
     ours = run(LossScaler(LossScaleConfig(initial=1024.0, growth_interval=4)), steps)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     weight = torch.nn.Parameter(torch.ones(()))
@@ -39,7 +39,12 @@ def test_agrees_with_torchs_scaler() -> None:
 
 def test_hysteresis_tolerates_overflows() -> None:
     scaler = LossScaler(LossScaleConfig(initial=16.0, growth_interval=2, hysteresis=2))
-    assert run(scaler, "xx.x..xx") == [16, 8, 8, 4, 4, 8, 8, 4]
+    assert run(scaler, ".xx.x..xx") == [16, 16, 8, 8, 4, 4, 8, 8, 4]
+
+
+def test_falls_faster_before_the_first_step() -> None:
+    scaler = LossScaler(LossScaleConfig(initial=65536.0))
+    assert run(scaler, "xxx.x") == [4096, 256, 16, 16, 8]
 
 
 def test_minimum_static_and_the_end() -> None:
