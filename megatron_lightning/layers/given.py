@@ -105,5 +105,6 @@ def expect_values(network: nn.Module, table: Mapping[str, ParameterInfo], prefix
     for name, parameter in network.named_parameters():
         path, _, last = name.rpartition(".")
         given = getattr(network.get_submodule(path), "initials", {}).get(last)
-        if parameter.is_meta and isinstance(given, GivenValues) and hasattr(given.source, "expect"):
-            given.source.expect(math.prod(table[prefix + name].sizes))
+        source: Any = given.source if isinstance(given, GivenValues) else None
+        if parameter.is_meta and hasattr(source, "expect"):
+            source.expect(math.prod(table[prefix + name].sizes))
