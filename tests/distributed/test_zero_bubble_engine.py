@@ -71,6 +71,9 @@ class Runner:
     def add(self, name: str, grad: Tensor) -> None:
         self.main[name] += grad
 
+    def add_product(self, name: str, grad: Tensor, x: Tensor) -> None:
+        self.add(name, grad.flatten(0, -2).t() @ x.flatten(0, -2))
+
     def arrived(self, name: str) -> None:
         self.arrivals.append(name)
 

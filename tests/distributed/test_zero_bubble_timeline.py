@@ -66,6 +66,9 @@ class SleepingStages:
     def add(self, name: str, grad: Tensor) -> None:
         assert grad.shape == (WIDTH, WIDTH)
 
+    def add_product(self, name: str, grad: Tensor, x: Tensor) -> None:
+        self.add(name, grad.flatten(0, -2).t() @ x.flatten(0, -2))
+
     def arrived(self, name: str) -> None:
         time.sleep(self.seconds[int(name)])
 
