@@ -121,9 +121,11 @@ SINGLE_AXIS_NAMES = (
     "cp_outer",
 )
 
-_LAYER_AXES = ("cp", "cp_inner", "cp_outer", "ep", "etp", "ep_etp", "tp_cp", "dp_cp_tp")
-"""Axes of collectives inside the layers. They share no group with others of equal ranks: gradients
-may be reduced at any time of a backward pass, and one group's collectives need one order."""
+_ATTENTION_AXES = ("cp", "cp_inner", "cp_outer")
+_EXPERT_AXES = ("ep", "etp", "ep_etp", "tp_cp", "dp_cp_tp")
+"""Axes of collectives inside the layers, all and those with experts. They share no group with
+others of equal ranks: gradients may be reduced at any time of a backward pass, and one group's
+collectives need one order."""
 _EXPERT_GRADIENT_AXES = ("edp", "edp_shard", "edp_replica")
 """Axes over which gradients of experts are reduced. With folding their ranks may be those of the
 tensor axis, whose collectives are inside the layers; so they share no group with it either."""
@@ -149,6 +151,8 @@ class ParallelMesh:
     axes: Mapping[str, MeshAxis] = field(default_factory=dict)
     control_group: Any = None
     """gloo group over all ranks for objects and signals; None in one process."""
+    for_experts: bool = True
+    """Whether layers with experts may use it: else their axes have no groups of their own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
         """Itself, as its axes."""
@@ -218,6 +222,7 @@ class ParallelMesh:
         order: Sequence[str] = DENSE_ORDER,
         expert_order: Sequence[str] = EXPERT_ORDER,
         timeout: Any = None,
+        for_experts: bool = True,
     ) -> ParallelMesh:
         """Make the mesh of the running default process group. Every rank must call it with equal
         arguments.
@@ -242,9 +247,11 @@ class ParallelMesh:
         )
         lists |= _context_rank_lists(sizes, order, context_inner)
         in_layers: dict[tuple[int, ...], Any] = {}
-        folded = sizes["ep"] > 1 or sizes["etp"] != sizes["tp"]
-        pools: dict[str, dict[tuple[int, ...], Any]] = dict.fromkeys(_LAYER_AXES, in_layers)
-        pools |= dict.fromkeys(_EXPERT_GRADIENT_AXES, {} if folded else made)
+        pools: dict[str, dict[tuple[int, ...], Any]] = dict.fromkeys(_ATTENTION_AXES, in_layers)
+        if for_experts:
+            folded = sizes["ep"] > 1 or sizes["etp"] != sizes["tp"]
+            pools |= dict.fromkeys(_EXPERT_AXES, in_layers)
+            pools |= dict.fromkeys(_EXPERT_GRADIENT_AXES, {} if folded else made)
         axes = {
             name: _make_axis(name, groups, rank, pools.get(name, made), timeout)
             for name, groups in lists.items()
@@ -261,6 +268,7 @@ class ParallelMesh:
             sizes=sizes,
             axes=axes,
             control_group=control,
+            for_experts=for_experts,
         )
 
 

@@ -113,7 +113,9 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._mesh is None:
+        assert self.lightning_module is not None
+        for_experts = startup.has_experts(self.lightning_module, self._plan)
+        if self._mesh is None or (for_experts and not self._mesh.for_experts):
             timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
             if self.world_size > 1 and not dist.is_initialized():
                 startup.init_process_group(self, timeout)
@@ -128,8 +130,8 @@ class MeshStrategy(ParallelStrategy):
                 context_inner=self.config.context.inner_of(self.config.context_parallel_size),
                 order=tuple(self.config.runtime.axis_order),
                 timeout=timeout,
+                for_experts=for_experts,
             )
-        assert self.lightning_module is not None
         self._interrupted = False
         self._guard = RunGuard(self, self.lightning_module.trainer)
         if isinstance(self._launcher, (ScriptLauncher, ForkLauncher)):

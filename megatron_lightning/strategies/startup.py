@@ -268,6 +268,14 @@ def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | 
     return Target(plan=plan, attribute=children[0])
 
 
+def has_experts(module: LightningModule, plan: ParallelPlan | None) -> bool:
+    """Whether the module's plan, or the given one in its place, has rows of experts."""
+    own = getattr(module, "parallel_plan", None)
+    if plan is None and own is not None:
+        plan = own()
+    return plan is not None and plan.has_experts
+
+
 def claim(module: LightningModule, strategy: MeshStrategy) -> None:
     """Note that `strategy` cuts `module`; ValueError when another strategy has cut it into parts
     before.
@@ -275,7 +283,6 @@ def claim(module: LightningModule, strategy: MeshStrategy) -> None:
     owner: MeshStrategy | None = vars(module).get(_OWNER)
     is_cut = owner is not None and (
         owner.config.model_parallel_size * owner.config.pipeline.virtual_pipeline_size > 1
-        or owner.config.expert_parallel_size > 1
         or owner.config.expert_parallel_size > 1
         or owner.config.data_parallel.sharding == "fsdp"
     )
