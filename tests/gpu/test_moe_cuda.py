@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import GPTConfig, MoEConfig
 from megatron_lightning.layers.moe import ExpertLinear, MoELayer
-from megatron_lightning.layers.moe.experts import can_group
+from megatron_lightning.layers.moe.experts import (
+    can_group,
+    expert_product,
+    expert_weight_gradient,
+)
 from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.parallel.random import Normal
 
@@ -148,3 +152,23 @@ def test_the_host_waits_for_nothing(name: str) -> None:
         run(layer, hidden, weight)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 7, 33, 0, 200, 15, 0], [256] + [0] * 7])
+def test_gradients_put_off_equal_those_at_once(counts: list[int]) -> None:
+    """The grouped products that a split backward uses, against autograd's own."""
+    torch.manual_seed(2)
+    weight = torch.randn(8, 64, 128, device="cuda").bfloat16()
+    rows = torch.randn(sum(counts) + 5, 128, device="cuda").bfloat16().requires_grad_()
+    numbers = torch.tensor(counts, device="cuda")
+    leaf = weight.clone().requires_grad_()
+    y = expert_product(rows, leaf, numbers)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    used = sum(counts)
+    assert leaf.grad is not None
+    assert rows.grad is not None
+    later = expert_weight_gradient(grad, rows.detach(), weight, numbers)
+    assert error(later, leaf.grad) < 1e-3
+    back = expert_product(grad, weight.transpose(-2, -1), numbers)
+    assert error(back[:used], rows.grad[:used]) < 1e-3
