@@ -142,7 +142,7 @@ def train(rank: int, world_size: int, run: LoraRun) -> dict[str, Any]:
         model.save_adapters(run.export / "adapters")
         model.save_hf(run.export / "merged", merge_adapters=True)
     (logits,) = trainer.predict(model, Batches(batch_of(vocab, 0)))  # type: ignore[misc]
-    return {"losses": losses.losses, "logits": logits}
+    return {"losses": losses.losses, "logits": logits.cpu()}
 
 
 def recorded(name: str) -> dict[str, Any]:

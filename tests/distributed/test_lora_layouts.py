@@ -41,7 +41,6 @@ LATENT = dict(
 BIASES = dict(add_bias_linear=True, norm="layernorm", gated_linear_unit=False, activation="gelu")
 
 FAST: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
-    "tp2": (2, dict(tensor_parallel_size=2), LORA, {}),
     "tp2_sp_parts": (2, TENSOR, PARTS, {}),
     "pp2_upper_layers": (2, PIPELINE, UPPER, {}),
     "ep2": (2, dict(expert_parallel_size=2), LORA, EXPERTS),
@@ -57,6 +56,7 @@ SLOW: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
         EXPERTS,
     ),
     "ep2_fsdp": (4, dict(expert_parallel_size=2, data_parallel=FULL), LORA, EXPERTS),
+    "tp2": (2, dict(tensor_parallel_size=2), LORA, {}),
     "tp2_sp_latent": (2, TENSOR, LORA, LATENT),
     "cp2_biases": (2, dict(context_parallel_size=2), LORA, BIASES),
     "tp2_sp_pp2_zero": (8, TENSOR | PIPELINE | {"data_parallel": ZERO}, JOINED, {}),

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,9 +12,10 @@ from safetensors.torch import load_file
 from megatron_lightning.checkpoint import list_tensors
 from megatron_lightning.config import DataParallelConfig, LoraConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import run_ranks_fresh
 from tests.hf_models import tensors_of
-from tests.lora_runs import DATA, RECORDED, TOLERANCE, LoraRun, batch_of, recorded, train
+from tests.lora_runs import DATA, RECORDED, TOLERANCE, Data, LoraRun, batch_of, recorded, train
 
 TP2 = dict(tensor_parallel_size=2)
 TP2_SP = dict(tensor_parallel_size=2, sequence_parallel=True)
@@ -132,6 +134,13 @@ def test_a_checkpoint_of_adapters_alone_finds_its_base(tmp_path: Path) -> None:
         torch.testing.assert_close(model(tokens), ended["logits"], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="adapters alone, and this module has no base.*llama"):
         GPTModel(model.config, lora=lora).load_weights(tmp_path / "a.ckpt")
+    trainer = L.Trainer(strategy=MegatronStrategy(), accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(ValueError, match="ckpt_path=.*adapters alone, and this module has no base"):
+        trainer.fit(
+            GPTModel(model.config, lora=lora),
+            Data(model.config.vocab_size, 1),
+            ckpt_path=tmp_path / "a.ckpt",
+        )
 
 
 @pytest.mark.slow

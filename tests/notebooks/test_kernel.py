@@ -98,6 +98,61 @@ def test_c51_one_kernel_through_all_of_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert re.search(r"\[rank [01]\] LookupError: this model is bad", forked)
 
 
+ADAPTED = """
+from megatron_lightning.bridge import from_hf
+from tests.lora_runs import DATA, Data, PlainAdamW
+
+model = from_hf(DATA / "hf" / "llama", model_class=PlainAdamW).add_lora(rank=4)
+data = Data(model.config.vocab_size, 3)
+sums = []
+
+def keep():
+    named = model.built_network().named_parameters()
+    sums.append(sum(float(p.detach().abs().sum()) for n, p in named if "lora_b" in n))
+
+class NoData(Data):
+    def train_dataloader(self):
+        raise LookupError("these data are bad")
+
+for layout in (dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)):
+    trainer(2, **layout).fit(model, data)
+    keep()
+"""
+RAISES_IN_DATA = """
+trainer(2, tensor_parallel_size=2).fit(model, NoData(model.config.vocab_size, 3))
+"""
+AFTER_ADAPTED = """
+keep()
+trainer(1).fit(model, data)
+keep()
+frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+model.save_adapters("{folder}")
+print("RESULT", *sums, len(frozen), held() == before)
+"""
+
+
+@pytest.mark.slow
+def test_adapters_in_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fits over forked ranks go on from each other, an error changes nothing, and a fit in
+    this process goes on from there.
+    """
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    after = AFTER_ADAPTED.format(folder=tmp_path / "adapters")
+    cells = [nbformat.v4.new_code_cell(text) for text in (SETUP, ADAPTED, RAISES_IN_DATA, after)]
+    cells[2].metadata["tags"] = ["raises-exception"]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    ).execute()
+    (error,) = [out for out in notebook.cells[2].outputs if out.output_type == "error"]
+    assert (error.ename, error.evalue) == ("LookupError", "these data are bad")
+    found = written(notebook.cells[3]).partition("RESULT ")[2].split()
+    one, two, after_error, three = map(float, found[:4])
+    assert 0 < one < two == after_error < three
+    assert found[4:6] == ["15", "True"]
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
 def written(cell: "nbformat.NotebookNode") -> str:
     """What the cell printed."""
     return "".join(out.text for out in cell.outputs if out.output_type == "stream")
