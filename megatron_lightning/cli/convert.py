@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from megatron_lightning.checkpoint.convert import Conversion
     from megatron_lightning.config.model import GPTConfig
 
-SOURCES = ("native", "safetensors", "torch-dcp", "megatron-core", "lightning", "huggingface")
+SOURCES = (
+    "native",
+    "safetensors",
+    "torch-dcp",
+    "megatron-core",
+    "nemo",
+    "lightning",
+    "huggingface",
+)
 TARGETS = ("native", "safetensors", "torch-dcp", "huggingface")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,12 +44,13 @@ def main(arguments: list[str]) -> None:
     from megatron_lightning.checkpoint.convert import convert
 
     with wrong_input(CheckpointError):
+        how = _conversion(options)
         content = convert(
             options.source,
             options.target,
             source_kind=options.source_kind,
             target_kind=options.target_kind,
-            how=_conversion(options),
+            how=how,
         )
     weights = sum(name.startswith("model.") for name in content.tensors)
     rest = len(content.tensors) - weights
@@ -74,13 +83,21 @@ def _module(
     given = [name for name in ("config", "preset", "like") if getattr(options, name) is not None]
     if len(given) > 1:
         raise UserError(f"--{', --'.join(given)}: give one of them")
-    if not given:
+    source = Path(options.source)
+    from megatron_lightning.checkpoint.convert.nemo import is_nemo, nemo_config
+
+    of_nemo = options.source_kind in (None, "nemo") and is_nemo(source)
+    if options.vocab_size is not None and (given or not of_nemo):
+        raise UserError("--vocab-size: only for a checkpoint of NeMo, without a config")
+    if not given and not of_nemo:
         return None, None
     from megatron_lightning.models import GPTModel
 
-    arguments: dict[str, Any] = (
-        _like(options.like) if options.like else {"config": _gpt_config(options)}
-    )
+    arguments: dict[str, Any]
+    if not given:
+        arguments = {"config": nemo_config(source, options.vocab_size)}
+    else:
+        arguments = _like(options.like) if options.like else {"config": _gpt_config(options)}
     model = GPTModel(**arguments)
     return arguments, model.global_shapes() | model.buffer_shapes()
 
@@ -168,6 +185,7 @@ def _parser() -> Parser:
     add("--config", metavar="FILE", help="config of the model: a GPTConfig's fields, or a fit file")
     add("--preset", metavar="NAME", help="config of the model by the name of its architecture")
     add("--like", metavar="CKPT", help="config of the model: that of a native checkpoint")
+    add("--vocab-size", type=int, metavar="N", help="true vocabulary of a checkpoint of NeMo")
     add(
         "--allow-pickle",
         action="store_true",

@@ -10,7 +10,7 @@ from megatron_lightning.cli.errors import UserError, wrong_input
 
 KIND = "huggingface"
 EXPORT_ONLY = ("architecture", "tokenizer", "shard_size", "verify", "push_to_hub", "adapters")
-_NOT_HERE = ("moments_dtype", "config", "preset", "like")
+_NOT_HERE = ("moments_dtype", "config", "preset", "like", "vocab_size")
 
 
 def concerns(options: Namespace) -> bool:
@@ -72,7 +72,9 @@ def _import(options: Namespace) -> Any:
 def _export(options: Namespace) -> Any:
     from megatron_lightning.bridge import ExportOptions, export_checkpoint
 
-    size = {} if options.shard_size is None else {"max_shard_bytes": int(options.shard_size * 1e9)}
+    size: dict[str, Any] = {}
+    if options.shard_size is not None:
+        size["max_shard_bytes"] = int(options.shard_size * 1e9)
     how = ExportOptions(
         dtype=_dtype(options),
         architecture=options.architecture,

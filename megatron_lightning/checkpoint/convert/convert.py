@@ -31,6 +31,7 @@ from megatron_lightning.checkpoint.convert.lightning_files import (
 from megatron_lightning.checkpoint.convert.megatron_core import weights_of
 from megatron_lightning.checkpoint.convert.megatron_state import training_state
 from megatron_lightning.checkpoint.convert.native import read_native, write_native
+from megatron_lightning.checkpoint.convert.nemo import WEIGHTS, is_nemo, nemo_config
 from megatron_lightning.checkpoint.convert.torch_dcp import (
     TABLE,
     DcpFolder,
@@ -42,10 +43,10 @@ from megatron_lightning.checkpoint.errors import CheckpointError
 from megatron_lightning.checkpoint.manifest import MANIFEST_FILE
 from megatron_lightning.config.model import GPTConfig
 
-Kind = Literal["native", "safetensors", "torch-dcp", "megatron-core", "lightning"]
+Kind = Literal["native", "safetensors", "torch-dcp", "megatron-core", "nemo", "lightning"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WRITTEN: tuple[Kind, ...] = ("native", "safetensors", "torch-dcp")
-PICKLED: tuple[Kind, ...] = ("torch-dcp", "megatron-core", "lightning")
+PICKLED: tuple[Kind, ...] = ("torch-dcp", "megatron-core", "nemo", "lightning")
 _NETWORK = "network."  # attribute of the module that the network is
 _HEAD = "output_layer.weight"
 
@@ -68,6 +69,8 @@ class Conversion:
     """Constructor arguments of the module, in place of those of the source."""
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """Name (`network. ...`) -> shape of all parameters of the model; None: not checked."""
+    vocab_size: int | None = None
+    """True vocabulary of a NeMo checkpoint that doesn't say it."""
     group_of: GroupOf | None = None
     """How parameters were put into groups of an optimizer that does not name them."""
 
@@ -107,6 +110,8 @@ def convert(
         "safetensors" if target.suffix == single_file.SUFFIX else "native"
     )
     _check(source, target, kind, wanted, how)
+    if kind == "nemo" and how.hyper_parameters is None:
+        how = replace(how, hyper_parameters={"config": nemo_config(source, how.vocab_size)})
     content = _prepare(_read(source, kind, how), how, wanted)
     if how.shapes is not None:
         _check_shapes(content, how.shapes)
@@ -132,6 +137,8 @@ def kind_of(path: Path) -> Kind:
         if (path / META).is_file():
             return "lightning"
         return "megatron-core" if _is_megatron_core(path) else "torch-dcp"
+    if is_nemo(path):
+        return "nemo"
     inner = sorted(child.name for child in path.glob("iter_*") if (child / TABLE).is_file())
     if inner:
         raise CheckpointError(f"{path} holds several checkpoints; give one: {path / inner[-1]}")
@@ -185,7 +192,7 @@ def _read(source: Path, kind: Kind, how: Conversion) -> Content:
             if source.is_dir():
                 return read_lightning_folder(source)
             return read_lightning_file(source, how.group_of, weights_only=how.weights_only)
-        return _read_megatron_core(source, how)
+        return _read_megatron_core(source / WEIGHTS if kind == "nemo" else source, how)
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}") from error
 
