@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,11 +150,18 @@ class Slot:
         add_product_(self.main_grad, grad, x, first=not self.filled)
         self.filled = self.summed = self.received = True
 
-    def add_gradient(self, grad: Tensor) -> None:
-        """Add a gradient, as a layer does in a backward pass: as many elements as the weight."""
+    def add_gradient(self, compute: Callable[[Tensor | None], Tensor]) -> None:
+        """Add a gradient, as a layer does in a backward pass.
+
+        `compute(out)` gives it, as many elements as the weight; given a flat `out`, it writes it
+        there.
+        """
         self.check_open()
-        self.add(grad)
-        self.summed = self.received = True
+        if self.filled:
+            self.add(compute(None))
+        else:
+            compute(self.main_grad.view(-1))
+        self.filled = self.summed = self.received = True
 
     def check_open(self) -> None:
         """RuntimeError when the bucket's sum over replicas has begun."""

@@ -14,6 +14,7 @@ a `ticket` of its own) nor left out (its result, the input's gradient, is needed
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +35,8 @@ class MainGradient(Protocol):
         """Add grad^T x: (..., out), (..., in) -> (out, in)."""
         ...
 
-    def add_gradient(self, grad: Tensor) -> None:
-        """Add a gradient of as many elements as the weight, float32 if need be."""
+    def add_gradient(self, compute: Callable[[Tensor | None], Tensor]) -> None:
+        """Add what `compute(None)` gives, or let `compute(out)` write to the flat sum."""
         ...
 
 

@@ -249,8 +249,16 @@ def _weight_gradient(ctx: Any, weight: Tensor, grad: Operand, x: Operand) -> Ten
     product = ctx.products.recipe.product
     if not ctx.sums:
         return product(grad, x, weight.dtype, forward=False)
-    total = main_gradient_of(weight)
-    total.add_gradient(product(grad, x, torch.float32, forward=False))
+
+    def compute(out: Tensor | None) -> Tensor:
+        if out is not None:
+            return product(grad, x, out.dtype, forward=False, out=out.view(weight.shape))
+        # Half the traffic of float32, and a rounding far below that of the factors; float16 could
+        # overflow.
+        exact = weight.dtype is torch.float16
+        return product(grad, x, torch.float32 if exact else weight.dtype, forward=False)
+
+    main_gradient_of(weight).add_gradient(compute)
     return None
 
 

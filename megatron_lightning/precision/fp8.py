@@ -94,7 +94,15 @@ class FP8TensorRecipe(_FP8Recipe):
             None if transposed is None else Operand(transposed, inverse),
         )
 
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, forward: bool) -> Tensor:
+    def product(
+        self,
+        a: Operand,
+        b: Operand,
+        dtype: torch.dtype,
+        *,
+        forward: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See `Recipe.product`."""
         assert a.scale is not None
         assert b.scale is not None
@@ -105,6 +113,7 @@ class FP8TensorRecipe(_FP8Recipe):
             scale_b=b.scale,
             out_dtype=dtype,
             use_fast_accum=forward,
+            out=out,
         )
 
 
@@ -133,7 +142,15 @@ class FP8RowRecipe(_FP8Recipe):
         scale, inverse = scales_of(reduce(row_largest_of(x)), name)
         return Operand(cast_rows(x, scale, name), inverse)
 
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, forward: bool) -> Tensor:
+    def product(
+        self,
+        a: Operand,
+        b: Operand,
+        dtype: torch.dtype,
+        *,
+        forward: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See `Recipe.product`. The sum comes out in bfloat16, which is all there is."""
         assert a.scale is not None
         assert b.scale is not None
@@ -145,4 +162,6 @@ class FP8RowRecipe(_FP8Recipe):
             out_dtype=torch.bfloat16,
             use_fast_accum=forward,
         )
+        if out is not None:
+            return out.copy_(result)
         return result if dtype is torch.bfloat16 else result.to(dtype)

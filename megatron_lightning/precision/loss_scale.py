@@ -4,8 +4,9 @@ The loss is multiplied by the scale before the backward pass, so that small grad
 in float16, and the summed float32 gradients are divided by it at the end of the window. A step
 whose gradients are not finite is skipped and the scale halved; after a number of good steps it is
 doubled. Before the first good step it is divided by 16 at a time: losses that are summed over
-tokens (`loss_normalization="token"`) need a scale that is smaller by their number. The state is a few numbers on the host: every rank decides by the global gradient norm,
-which is the same on all of them, so that no rank has to be asked.
+tokens (`loss_normalization="token"`) need a scale that is smaller by their number. The state is a
+few numbers on the host: every rank decides by the global gradient norm, which is the same on all of
+them, so that no rank has to be asked.
 """
 
 from __future__ import annotations

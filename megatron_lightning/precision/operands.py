@@ -86,12 +86,21 @@ class Recipe(ABC):
         ranks that hold other rows, or other columns, of the matrix; all of them must call this.
         """
 
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, forward: bool) -> Tensor:
+    def product(
+        self,
+        a: Operand,
+        b: Operand,
+        dtype: torch.dtype,
+        *,
+        forward: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """The product a b^T, summed in float32: (M, K), (N, K) -> (M, N) in `dtype`.
 
-        `forward` allows for what is too coarse for gradients.
+        `forward` allows for what is too coarse for gradients. It is written to `out` if given.
         """
-        return product(a, b, dtype)
+        result = product(a, b, dtype)
+        return result if out is None else out.copy_(result)
 
 
 class TensorRecipe(Recipe):

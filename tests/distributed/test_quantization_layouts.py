@@ -19,17 +19,23 @@ from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.quantization import _recipe
 from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
+from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from tests.harness import run_ranks, run_ranks_fresh
 from tests.layout_runs import Run, assemble, tiny_config, train
 
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
+UNITS = {"units_tensor": FP8TensorRecipe("e5m2"), "units_rows": FP8RowRecipe("e5m2")}
+"""What runs on FP8 units: torch has its products on the CPU too."""
 OUT, IN, LENGTH, SAMPLES = 256, 256, 128, 2
 
 
 def products(recipe: str, split: str, tensor: MeshAxis) -> QuantizedProducts:
-    config = QuantizationConfig(recipe=recipe, simulate=True, stochastic_rounding=False)  # type: ignore[arg-type]
+    made = UNITS.get(recipe)
+    if made is None:
+        config = QuantizationConfig(recipe=recipe, simulate=True, stochastic_rounding=False)  # type: ignore[arg-type]
+        made = _recipe(config, "layer", None, 1)
     return QuantizedProducts(
-        recipe=_recipe(config, "layer", None, 1),
+        recipe=made,
         split=split,  # type: ignore[arg-type]
         tensor_axis=tensor,
         context_axis=MeshAxis(name="cp"),
@@ -50,6 +56,10 @@ def two_layers(recipe: str, mesh: ParallelMesh, *, sequence: bool) -> list[Tenso
     row = Linear(OUT // axis.size, IN, bias=False, initial=Normal(1.0))
     column.weight.data.copy_(first.chunk(axis.size, 0)[axis.rank])
     row.weight.data.copy_(second.chunk(axis.size, 1)[axis.rank])
+    if recipe in UNITS:
+        x, grad = x.bfloat16(), grad.bfloat16()
+        column.bfloat16()
+        row.bfloat16()
     split = axis.size > 1
     column.quantized = products(recipe, "columns" if split else "none", axis)
     row.quantized = products(recipe, "rows" if split else "none", axis)
@@ -73,7 +83,8 @@ def two_layers(recipe: str, mesh: ParallelMesh, *, sequence: bool) -> list[Tenso
     assert inner.grad is not None
     assert column.weight.grad is not None
     assert row.weight.grad is not None
-    return [y.detach(), x.grad, inner.detach(), column.weight.grad, row.weight.grad]
+    results = [y.detach(), x.grad, inner.detach(), column.weight.grad, row.weight.grad]
+    return [result.float() for result in results]
 
 
 def on_ranks(rank: int, size: int, recipe: str, sequence: bool) -> list[Tensor]:
@@ -83,16 +94,17 @@ def on_ranks(rank: int, size: int, recipe: str, sequence: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *UNITS])
 def test_tensor_ranks_round_as_one_process(recipe: str, sequence: bool) -> None:
     alone = two_layers(recipe, ParallelMesh.single(), sequence=False)
     ranks = run_ranks(on_ranks, 2, recipe, sequence)
     joins = {0: 0 if sequence else None, 1: 0 if sequence else None, 2: 2, 3: 0, 4: 1}
     for i, dim in joins.items():
         got = ranks[0][i] if dim is None else torch.cat([rank[i] for rank in ranks], dim)
-        # The same factors and float32 sums in another order: one wrong scale would be 1e-2.
+        # The same factors and float32 sums in another order: one wrong scale would be 1e-2. Partial
+        # sums in bfloat16 are rounded by 2e-3 each, and so differently to the next FP8 values.
         error = float((got - alone[i]).norm() / alone[i].norm())
-        assert error < 1e-5, (i, error)
+        assert error < (1e-5 if recipe in RECIPES else 8e-3), (i, error)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

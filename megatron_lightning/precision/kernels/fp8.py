@@ -69,12 +69,12 @@ def _scales(amax, scales, inverses, limit, count, block: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, scale, limit, element: tl.constexpr):
-    """Scaled and cast to FP8: finite values within the format, NaN for what isn't finite."""
+def _limited(x, scale, limit):
+    """Scaled, in float32: finite values within the format, NaN for what isn't finite."""
     value = x.to(tl.float32) * scale
     limited = tl.minimum(tl.maximum(value, -limit), limit)
     finite = _size(value) < float("inf")
-    return tl.where(finite, limited, float("nan")).to(element)
+    return tl.where(finite, limited, float("nan"))
 
 
 @triton.jit
@@ -99,16 +99,14 @@ def _cast_both(
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     if record:
         tl.atomic_max(seen, tl.max(tl.max(_size(values), axis=1), axis=0))
-    factor = tl.load(scale)
+    limited = _limited(values, tl.load(scale), limit)
     if want_itself:
-        element = itself.dtype.element_ty
-        rounded = _rounded(values, factor, limit, element)
+        rounded = limited.to(itself.dtype.element_ty)
         tl.store(itself + row[:, None] * columns + column[None, :], rounded, mask=inside)
     if want_transposed:
-        element = transposed.dtype.element_ty
-        rounded = tl.trans(_rounded(values, factor, limit, element))
+        turned = tl.trans(limited.to(transposed.dtype.element_ty))
         place = transposed + column[:, None] * padded_rows + row[None, :]
-        tl.store(place, rounded, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
+        tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
 
 
 @triton.jit
@@ -128,7 +126,7 @@ def _cast_rows(x, out, scales, columns, padded_columns, limit, span: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * span + tl.arange(0, span)
     value = tl.load(x + row * columns + lane, mask=lane < columns, other=0.0)
-    rounded = _rounded(value, tl.load(scales + row), limit, out.dtype.element_ty)
+    rounded = _limited(value, tl.load(scales + row), limit).to(out.dtype.element_ty)
     tl.store(out + row * padded_columns + lane, rounded, mask=lane < padded_columns)
 
 
