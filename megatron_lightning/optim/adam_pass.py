@@ -110,7 +110,8 @@ class AdamPass:
         states = [self._state(parameter) for parameter, _, _ in members]
         beta1, beta2 = group["betas"]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, self._active.to(steps[0].dtype))
+        active = self._active.to(steps[0].dtype)
+        torch._foreach_add_(steps, [active] * len(steps))  # with one tensor the host would wait
         counts = torch.stack(steps).double()
         corrections = torch.stack((1 - beta1**counts, (1 - beta2**counts).sqrt()), dim=1).float()
         held = self._group(number, members, states)

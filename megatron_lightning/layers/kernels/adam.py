@@ -29,6 +29,49 @@ def _at(table, row, column, element: tl.constexpr):
 
 
 @triton.jit
+def _move(
+    table,
+    row,
+    start,
+    length,
+    factor,
+    decay,
+    rate,
+    l2,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    root_correction,
+    eps,
+    copy_element: tl.constexpr,
+    block: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """One block of a tensor. Without a mask loads and stores are 16 bytes wide."""
+    offsets = start + tl.arange(0, block)
+    inside = offsets < length if masked else None
+    parameters = _at(table, row, 0, tl.float32) + offsets
+    first = _at(table, row, 2, tl.float32) + offsets
+    second = _at(table, row, 3, tl.float32) + offsets
+    grad = tl.load(_at(table, row, 1, tl.float32) + offsets, mask=inside)
+    p = tl.load(parameters, mask=inside)
+    m = tl.load(first, mask=inside)
+    v = tl.load(second, mask=inside)
+    grad = grad * factor + l2 * p
+    p = p - decay * p
+    m = beta1 * m + rest1 * grad
+    v = beta2 * v + rest2 * grad * grad
+    p = p - rate * m / (tl.sqrt(v) / root_correction + eps)
+    tl.store(parameters, p, mask=inside)
+    tl.store(first, m, mask=inside)
+    tl.store(second, v, mask=inside)
+    if tl.load(table + row * 6 + 4) != 0:
+        copies = _at(table, row, 4, copy_element) + offsets
+        tl.store(copies, p.to(copy_element), mask=inside)
+
+
+@triton.jit
 def _update(
     table,
     tensor_of,
@@ -51,29 +94,51 @@ def _update(
     program = tl.program_id(0)
     row = tl.load(tensor_of + program).to(tl.int64)
     start = tl.load(block_of + program).to(tl.int64) * block
+    length = tl.load(table + row * 6 + 5)
+    scale = tl.load(factor)
+    size = rate / tl.load(corrections + row * 2)
+    root_correction = tl.load(corrections + row * 2 + 1)
     if tl.load(active) != 0:
-        offsets = start + tl.arange(0, block)
-        inside = offsets < tl.load(table + row * 6 + 5)
-        parameters = _at(table, row, 0, tl.float32) + offsets
-        first = _at(table, row, 2, tl.float32) + offsets
-        second = _at(table, row, 3, tl.float32) + offsets
-        grad = tl.load(_at(table, row, 1, tl.float32) + offsets, mask=inside, other=0.0)
-        p = tl.load(parameters, mask=inside, other=0.0)
-        m = tl.load(first, mask=inside, other=0.0)
-        v = tl.load(second, mask=inside, other=0.0)
-        grad = grad * tl.load(factor) + l2 * p
-        p = p - decay * p
-        m = beta1 * m + rest1 * grad
-        v = beta2 * v + rest2 * grad * grad
-        size = rate / tl.load(corrections + row * 2)
-        root = tl.sqrt(v) / tl.load(corrections + row * 2 + 1)
-        p = p - size * m / (root + eps)
-        tl.store(parameters, p, mask=inside)
-        tl.store(first, m, mask=inside)
-        tl.store(second, v, mask=inside)
-        if tl.load(table + row * 6 + 4) != 0:
-            copies = _at(table, row, 4, copy_element) + offsets
-            tl.store(copies, p.to(copy_element), mask=inside)
+        if start + block <= length:
+            _move(
+                table,
+                row,
+                start,
+                length,
+                scale,
+                decay,
+                size,
+                l2,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                root_correction,
+                eps,
+                copy_element,
+                block,
+                False,
+            )
+        else:
+            _move(
+                table,
+                row,
+                start,
+                length,
+                scale,
+                decay,
+                size,
+                l2,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                root_correction,
+                eps,
+                copy_element,
+                block,
+                True,
+            )
 
 
 _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
