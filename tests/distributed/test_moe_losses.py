@@ -121,9 +121,9 @@ QUICK = (
     ("losses", "tp2_sp_cp2_ep2"),
     ("sequence_loss_and_bias", "zero_bubble"),
     ("global_loss_and_capacity", "tp2_sp"),
-    ("sinkhorn", "cp2"),
 )
 SLOW = (
+    ("sinkhorn", "cp2"),
     ("losses", "tp2"),
     ("losses", "recompute"),
     ("sequence_loss_and_bias", "pp2_interleaved"),
