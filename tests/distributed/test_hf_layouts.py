@@ -1,5 +1,6 @@
 """Hugging Face models between ranks: who reads what, biases, forked ranks, a model cut anew."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge import from_hf
-from megatron_lightning.config import DataParallelConfig, GPTConfig, RuntimeConfig
+from megatron_lightning.config import (
+    AttentionConfig,
+    ClampConfig,
+    DataParallelConfig,
+    GPTConfig,
+    MoEConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import RankError, run_ranks_fresh
@@ -93,6 +101,72 @@ def test_each_rank_reads_its_boxes(biased: Path, tmp_path: Path, layout: str) ->
     read = sum(found["read"] for found in seen)
     assert total <= read < 1.02 * total  # norms and some biases are on both tensor ranks
     assert_same_tensors(tmp_path / "out", biased)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "gpt_oss": dict(
+        add_bias_linear=True,
+        window_size=8,
+        window_pattern="SF",
+        attention=AttentionConfig(sinks=True),
+        clamp=ClampConfig(),
+    ),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, dict(expert_parallel_size=2)),
+    "tp2": (2, dict(tensor_parallel_size=2)),
+    "tp2_ep2": (
+        4,
+        dict(tensor_parallel_size=2, expert_parallel_size=2, expert_tensor_parallel_size=2),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt_oss", "ep2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(EXPERTS, EXPERT_LAYOUTS)
+            if case != ("gpt_oss", "ep2")
+        ),
+    ],
+)
+def test_each_rank_reads_its_experts(tmp_path: Path, name: str, layout: str) -> None:
+    """And of those its columns; whatever way they are stored."""
+    config = GPTConfig(
+        vocab_size=256,
+        num_layers=2,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=768,
+        moe=MoEConfig(num_experts=4, router_bias=name == "gpt_oss"),
+        **EXPERTS[name],
+    )
+    model = GPTModel(config)
+    torch.manual_seed(5)
+    for parameter in model.built_network().parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.save_hf(tmp_path / name, dtype=torch.bfloat16)
+    world_size, options = EXPERT_LAYOUTS[layout]
+    seen = run_ranks_fresh(
+        import_and_export,
+        world_size,
+        str(tmp_path / name),
+        options,
+        str(tmp_path / "out"),
+        "32-true",
+    )
+    whole = from_hf(tmp_path / name)
+    with torch.no_grad():
+        logits = whole(batch_of(256)["tokens"])
+    for found in seen:
+        torch.testing.assert_close(found["logits"], logits, rtol=1e-5, atol=1e-5)
+        assert found["read"] == 2 * found["held"]
+    assert_same_tensors(tmp_path / "out", tmp_path / name)
 
 
 def test_bfloat16_through_a_layout_is_bitwise(biased: Path, tmp_path: Path) -> None:
