@@ -13,6 +13,7 @@ from tests.harness import run_ranks_fresh
 from tests.hf_models import (
     LOCAL,
     LOCAL_NAMES,
+    MOE_NAMES,
     TRAINING,
     Batches,
     PlainAdamW,
@@ -30,13 +31,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "tp2": (2, dict(tensor_parallel_size=2)),
     "pp2": (2, dict(pipeline_parallel_size=2)),
+    "ep2": (2, dict(expert_parallel_size=2)),
     "fsdp2": (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
 }
 
 
+def names_in(layout: dict[str, Any]) -> tuple[str, ...]:
+    """The models that a layout is for."""
+    return MOE_NAMES if "expert_parallel_size" in layout else LOCAL_NAMES
+
+
 def use(rank: int, world_size: int, layout: dict[str, Any], out: str) -> dict[str, Any]:
     found = {}
-    for name in LOCAL_NAMES:
+    for name in names_in(layout):
         recorded, watch = Recorded.read(LOCAL / name), Watch()
         model = from_hf(LOCAL / name, model_class=PlainAdamW)
         trainer = L.Trainer(
@@ -68,5 +75,5 @@ def test_as_transformers(tmp_path: Path, layout: str) -> None:
             recorded = Recorded.read(LOCAL / name)
             torch.testing.assert_close(logits, recorded.arrays["logits"], rtol=1e-3, atol=1e-3)
             assert losses == pytest.approx(recorded.losses, abs=TRAINING)
-    for name in LOCAL_NAMES:
+    for name in names_in(options):
         assert_same_tensors(tmp_path / name, LOCAL / name)
