@@ -73,7 +73,6 @@ SLOW: dict[str, tuple[int, dict[str, Any], LoraConfig, dict[str, Any]]] = {
         {},
     ),
 }
-COMPILED = dict(runtime=RuntimeConfig(compile_layers=True))
 SHORT = dict(steps=4, keep_gradients=(0, 3))
 
 
@@ -90,14 +89,13 @@ def check(
     case: tuple[int, dict[str, Any], LoraConfig, dict[str, Any]],
     dtype: torch.dtype = torch.float32,
     short: bool = False,
-    timeout: int = 120,
     **trainer: Any,
 ) -> list[dict[str, Any]]:
     world_size, layout, lora, changes = case
     options: dict[str, Any] = SHORT if short else {}
     config = tiny_config(**changes)
     run = Run(config=config, lora=lora, layout=layout, trainer=trainer, **options)
-    ranks = run_ranks_fresh(train, world_size, run, timeout=timeout)
+    ranks = run_ranks_fresh(train, world_size, run)
     alone = single(lora, tuple(changes.items()), tuple(options.items()), **trainer)
     assert_same_training(ranks, alone, dtype)
     assert alone["losses"][-1] != alone["losses"][0]
@@ -128,12 +126,6 @@ def test_bfloat16_has_float32_masters_of_adapters(sharding: str) -> None:
 @pytest.mark.slow
 def test_accumulated_windows() -> None:
     check(FAST["tp2_sp_parts"], short=True, accumulate_grad_batches=2)
-
-
-@pytest.mark.slow
-def test_compiled_layers() -> None:
-    lora = LoraConfig(rank=4, targets=("linear_qkv", "linear_fc2"))
-    check((1, COMPILED, lora, dict(num_layers=1)), short=True, timeout=280)
 
 
 @pytest.mark.slow

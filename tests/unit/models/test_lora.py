@@ -78,6 +78,21 @@ def add_(adapted: Any, plain: Any) -> None:
         plain.weight += delta.movedim(0, -1)
 
 
+@pytest.mark.slow
+def test_compiled_layers_are_one_graph() -> None:
+    gradients = []
+    for compiled in (False, True):
+        model = GPTModel(tiny_config(num_layers=1), lora=LoraConfig(rank=4))
+        network = model.built_network()
+        stir(model)
+        if compiled:
+            network.decoder.layers["0"].compile(backend="aot_eager", fullgraph=True)
+        model(TOKENS).square().mean().backward()
+        gradients.append({name: p.grad for name, p in trained(model).items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
 def test_rows_of_the_split_table() -> None:
     plan = GPTModel(tiny_config(), lora=LoraConfig()).parallel_plan()
     name = "decoder.layers.3.self_attention.linear_qkv.adapters.value.lora_{}.weight"
