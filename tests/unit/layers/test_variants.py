@@ -13,6 +13,7 @@ from megatron_lightning.config import (
     AttentionConfig,
     ClampConfig,
     GPTConfig,
+    LatentAttentionConfig,
     RotaryConfig,
     StreamConfig,
 )
@@ -240,6 +241,14 @@ def test_local_rotation_is_that_of_sliding_layers() -> None:
             "use 'rmsnorm'",
         ),
         ({"clamp": ClampConfig(), "activation": "gelu"}, "clamp=None"),
+        (
+            {
+                "num_query_groups": 4,
+                "latent_attention": LatentAttentionConfig(kv_lora_rank=8),
+                "attention": AttentionConfig(sinks=True),
+            },
+            "no sinks; use False",
+        ),
         ({"clamp": ClampConfig(limit=0.0)}, "clamp.limit=0.0"),
         ({"clamp": ClampConfig(alpha=-1.0)}, "clamp.alpha=-1.0"),
     ],
