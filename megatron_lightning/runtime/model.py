@@ -51,6 +51,8 @@ class ParallelModel:
     streams: Streams | None
     networks: tuple[nn.Module, ...] = field(default=(), init=False)
     """The cut network: one for each chunk of this rank. Empty without a plan."""
+    has_remote_experts: bool = field(default=False, init=False)
+    """Whether tokens of other data ranks pass through experts here, and the other way round."""
     sharded_roots: tuple[tuple[FSDPModule, ...], ...] = field(default=(), init=False)
     """Fully sharded modules of each chunk; empty when parameters aren't sharded."""
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, init=False)
@@ -144,6 +146,13 @@ class ParallelModel:
         elif config.data_parallel.fuse_weight_gradients:
             modules = (module for network in self.networks for module in network.modules())
             self.buckets.serve(m for m in modules if hasattr(m, "sums_weight_gradient"))
+
+    @property
+    def backward_is_shared(self) -> bool:
+        """Whether data ranks wait for one another in each backward pass, so that none may leave it
+        out.
+        """
+        return self.has_remote_experts or any(self.sharded_roots)
 
     def _side_streams(self) -> list[Any]:
         """Streams beside the main one on which layers run a part of their work."""

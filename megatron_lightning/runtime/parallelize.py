@@ -141,6 +141,7 @@ def parallelize(
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
     model.networks = tuple(chunks)
+    model.has_remote_experts = target.plan.has_experts and config.folds_experts
     if config.quantization is not None:
         model.quantization = apply_quantization(
             chunks,

@@ -61,21 +61,24 @@ def layers_of(network: nn.Module, plan: ParallelPlan) -> list[tuple[str, nn.Modu
 
 
 class ChunkOutputs:
-    """What the sharded modules of a chunk give while this context lasts: tensors with a gradient.
+    """What the sharded modules of a chunk, or else its network, give while this context lasts:
+    tensors with a gradient.
 
     The data ranks run the same collectives in their backward passes, so a rank whose step has no
     loss still has to go through its own, with gradients of zero.
     """
 
     def __init__(self, model: ParallelModel, chunk: int) -> None:
-        self._model, self._roots = model, model.sharded_roots[chunk]
+        self._model = model
+        roots: Sequence[Any] = model.sharded_roots[chunk] if model.sharded_roots else ()
+        self._roots: Sequence[Any] = roots or (model.networks[chunk],)
         self._handles: list[Any] = []
         self._tensors: list[Tensor] = []
 
     def __enter__(self) -> Self:
         """Watch the modules."""
         self._handles = [
-            root.register_forward_hook(lambda _, __, output: self._note(output))  # type: ignore[operator]
+            root.register_forward_hook(lambda _, __, output: self._note(output))
             for root in self._roots
         ]
         if self._model.pipelined is not None:
@@ -100,8 +103,9 @@ class ChunkOutputs:
         if not self._tensors:
             raise ValueError(
                 "training_step returned None without a call of the network: with"
-                " data_parallel.sharding='fsdp' all data ranks have to call it, since they gather"
-                " parameters together; call it and return None afterwards, or mask the loss"
+                " data_parallel.sharding='fsdp' or expert parallelism all data ranks have to call"
+                " it, since they gather parameters, or pass tokens through experts, together; call"
+                " it and return None afterwards, or mask the loss"
             )
         return torch.stack([(tensor * 0).sum().float() for tensor in self._tensors]).sum()
 

@@ -215,7 +215,7 @@ class _Stage(StageRunner):
 
         carried = received[0] if received is not None and len(received) == 1 else received
         model = self._runner.model
-        if self._position is None or not any(model.sharded_roots):
+        if self._position is None or not model.backward_is_shared:
             done, result = model.run_chunk(chunk, carried, step)
             return self._finish(batch, result) if done else result
         with ChunkOutputs(model, chunk) as outputs:
@@ -285,8 +285,7 @@ class _Stage(StageRunner):
         It is not asked on a GPU, which would have to stop, nor where peers would wait for this
         backward pass: there the module has to take care (`layers.masked_mean` does).
         """
-        alone = batch.context is None and self._runner.mesh.axis("ep").size == 1
-        alone = alone and not any(self._runner.model.sharded_roots)
+        alone = batch.context is None and not self._runner.model.backward_is_shared
         return alone and not loss.is_cuda and float(weight) == 0 and not bool(loss.isfinite())
 
 

@@ -28,10 +28,18 @@ from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.strategies import adjust
-from tests.distributed import test_resume, test_sanity
+from tests.distributed import test_resume, test_sanity, test_step_mistakes
 from tests.distributed.test_bad_input import trainer
 from tests.harness import run_ranks, run_ranks_fresh
-from tests.layout_runs import Batches, Run, assemble, assert_same_training, tiny_config, train
+from tests.layout_runs import (
+    Batches,
+    Run,
+    assemble,
+    assert_same_training,
+    boxes,
+    tiny_config,
+    train,
+)
 
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=32, shared_expert_ffn_hidden_size=16)
 SMALL = dict(num_layers=2, ffn_hidden_size=48, add_bias_linear=True)
@@ -118,6 +126,30 @@ def test_idle_ranks_go_on_bitwise(tmp_path: Path) -> None:
             assert torch.equal(other["final"][name][3], value), name
         for name, state in one["moments"].items():
             assert all(torch.equal(other["moments"][name][k], v) for k, v in state.items()), name
+
+
+def train_sparse(rank: int, world_size: int, run: Run, mean: bool) -> Any:
+    """Final weights; with `mean`, the silent rank's samples are masked in place of left out."""
+    model = test_step_mistakes.Sparse(run.config)
+    if mean:
+        model.silent_rank = -1
+    trainer = test_step_mistakes.trainer_of(run, world_size)
+    trainer.fit(model, Batches(run))
+    return boxes(trainer, "value")
+
+
+@pytest.mark.parametrize("pipeline", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_whose_step_has_no_loss(pipeline: int) -> None:
+    """Others wait for its backward pass, through which their tokens' gradients go."""
+    layout: dict[str, Any] = dict(expert_parallel_size=2)
+    if pipeline > 1:
+        layout |= dict(pipeline_parallel_size=pipeline, micro_batch_size=2)
+    expected = run_of(layout, make_batch=test_step_mistakes.masked)
+    got = run_ranks_fresh(train_sparse, 2 * pipeline, run_of(layout), False)
+    want = run_ranks_fresh(train_sparse, 2 * pipeline, expected, True)
+    whole = assemble(got)
+    for name, value in assemble(want).items():
+        torch.testing.assert_close(whole[name], value, rtol=0, atol=0)
 
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
