@@ -50,6 +50,7 @@ class Recorder(L.Callback):
         self._batch_rows = 0
         self._handles: list[Any] = []
         self._recording = False
+        self._called: set[str] = set()
         self._calls = 0
         self._losses: list[float] = []
         self._seen: Mapping[str, Any] = {}
@@ -147,6 +148,7 @@ class Recorder(L.Callback):
             if not self._recording:
                 return step(batch, *args, **kwargs)
             self._seen = batch if isinstance(batch, Mapping) else {}
+            self._called = set()
             self._keep_fields()
             try:
                 result = step(batch, *args, **kwargs)
@@ -168,9 +170,12 @@ class Recorder(L.Callback):
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            # During a recomputation in the backward pass no batch is set.
+            # During a recomputation in the backward pass no batch is set. Of a module that a step
+            # calls again (a head that further predictions share) the first call counts.
             if self._recording and self._seen and isinstance(output, Tensor):
-                self._keep(name, module, output.detach())
+                if name not in self._called:
+                    self._keep(name, module, output.detach())
+                self._called.add(name)
 
         return keep
 

@@ -196,6 +196,33 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     **VARIANTS,
     "tiny": _TINY,
     "tiny-moe": _TINY | {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64, aux_loss_coeff=0.01)},
+    "tiny-deepseek": {
+        "vocab_size": 257,
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 176,
+        "max_position_embeddings": 128,
+        "rotary": RotaryConfig(interleaved=True),
+        "latent_attention": LatentAttentionConfig(
+            q_lora_rank=32, kv_lora_rank=24, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16
+        ),
+        "moe": MoEConfig(
+            num_experts=8,
+            ffn_hidden_size=32,
+            shared_expert_ffn_hidden_size=32,
+            first_dense_layers=1,
+            router_score_function="sigmoid",
+            router_num_groups=4,
+            router_group_topk=2,
+            router_group_best=2,
+            router_topk_scaling_factor=2.5,
+            load_balancing="seq_aux_loss",
+            aux_loss_coeff=1e-4,
+            expert_bias=True,
+        ),
+        "multi_token_prediction": MultiTokenPredictionConfig(loss_scaling_factor=0.3),
+    },
     "tiny-gpt2": _GPT2
     | {
         "vocab_size": 257,
