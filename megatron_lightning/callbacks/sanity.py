@@ -62,6 +62,7 @@ class SanityChecks(L.Callback):
       ranks hold as a whole are equal over these. FSDP2's shards are no replicas and are left out.
     - `tied`: both copies of a parameter that the first and the last pipeline stage share are equal.
     - `finite`: gradients before the step, and parameters after it, hold no NaN and no infinity.
+      With precision="16-mixed" gradients are left out: loss scaling skips such steps itself.
     - `batches`: ranks that work on one batch together (tensor, pipeline, context) got the same one.
 
     Cost of a checked step: `replicas` reads every parameter once through some eight passes of
@@ -120,7 +121,8 @@ class SanityChecks(L.Callback):
         """Look for gradients that are not finite, before clipping."""
         if self.finite and trainer.global_step % self.every_n_steps == 0:
             strategy = _strategy(trainer)
-            gradients = {} if strategy.update is None else strategy.update.gradients()
+            update = None if strategy.scales_loss else strategy.update
+            gradients = {} if update is None else update.gradients()
             found = list(_finite_findings(gradients, strategy.mesh, "gradient"))
             self._raise_together(trainer, found)
 

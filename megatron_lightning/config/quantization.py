@@ -33,6 +33,9 @@ class QuantizationConfig:
     """Layers at the beginning of the network that stay in the run's precision."""
     keep_last: int = 1
     """Layers at its end that stay so."""
+    experts: bool = False
+    """Experts of a mixture too, one after the other: the host waits for their counts, so that on a
+    GPU this is slow. With fp8_delayed they are scaled by their own largest values."""
     exclude: Sequence[str] = ()
     """Globs over names of linear layers that stay so too, e.g. "*.linear_proj"."""
     gradient_format: GradientFormat | None = None

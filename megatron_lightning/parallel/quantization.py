@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, Role
+from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, Role, Split
 from megatron_lightning.config.quantization import QuantizationConfig
-from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.philox import make_key, philox
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.quantized import (
+    QuantizedExperts,
     QuantizedProducts,
     TensorSplit,
     WeightClock,
@@ -80,6 +82,7 @@ def chosen_linears(
         path = f"{plan.layers}.{layer}"
         for name, module in network.get_submodule(path).named_modules(prefix=path):
             is_linear = type(module) is nn.Linear or hasattr(module, "quantized")
+            is_linear |= config.experts and hasattr(module, "quantized_experts")
             if is_linear and not any(fnmatchcase(name, glob) for glob in config.exclude):
                 found[name] = module
     return found
@@ -90,6 +93,7 @@ def quantization_problems(
     plan: ParallelPlan,
     config: QuantizationConfig | None,
     tensor_size: int,
+    expert_tensor_size: int = 1,
 ) -> list[str]:
     """What keeps the layers of a whole network from low precision, as explained sentences."""
     if config is None or config.check():
@@ -103,7 +107,9 @@ def quantization_problems(
         ]
     problems = []
     for path, module in chosen.items():
-        problems += _size_problems(path, module, plan, config, tensor_size)
+        is_expert = hasattr(module, "quantized_experts")
+        size = expert_tensor_size if is_expert else tensor_size
+        problems += _size_problems(path, module, plan, config, size)
     unused = [
         glob
         for glob in config.exclude
@@ -123,8 +129,8 @@ def _size_problems(
 ) -> list[str]:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    *outputs, inputs = weight.shape
-    split = _SPLITS.get(plan.split_of(f"{path}.weight").role, "none")
+    *outputs, inputs = weight.shape[1:] if hasattr(module, "quantized_experts") else weight.shape
+    split = _kind(plan.split_of(f"{path}.weight"), weight.dim())
     if split == "rows":
         inputs //= tensor_size
     if split == "columns":
@@ -176,7 +182,7 @@ def apply_quantization(
     delayed = None
     if config.recipe == "fp8_delayed":
         delayed = DelayedScaling(
-            list(modules),
+            [name for name, module in modules.items() if hasattr(module, "quantized")],
             gradient=config.gradient,
             length=config.amax_history_length,
             margin=config.margin,
@@ -184,10 +190,17 @@ def apply_quantization(
         )
     quantization = Quantization(mesh, delayed)
     for name, module in modules.items():
+        if hasattr(module, "quantized_experts"):
+            row = table[f"{prefix}{name}.weight"]
+            split = plan.split_of(f"{name}.weight")
+            module.quantized_experts = _experts(
+                config, prefix + name, row, split, mesh, quantization.clock, seed, keeps_weights
+            )
+            continue
         adopt(module)
         split = plan.split_of(f"{name}.weight")
         row = table[f"{prefix}{name}.weight"]
-        kind = _SPLITS.get(split.role, "none") if mesh.tp.size > 1 else "none"
+        kind = _kind(split, len(row.global_shape)) if mesh.tp.size > 1 else "none"
         module.quantized = QuantizedProducts(
             recipe=_recipe(config, name, delayed, seed),
             split=kind,
@@ -196,9 +209,51 @@ def apply_quantization(
             splits_sequence=sequence_parallel and kind == "none" and mesh.tp.size > 1,
             clock=quantization.clock,
             keeps_weights=keeps_weights,
-            noise=_noise(config, prefix + name, row, plan, streams, seed),
+            noise=_noise(config, prefix + name, row, plan.sequence_dim, streams, seed),
         )
     return quantization
+
+
+def _kind(split: Split, dims: int) -> TensorSplit:
+    """What of a layer a tensor axis splits."""
+    if split.role is Role.EXPERT and split.dim is not None:
+        return "rows" if split.dim % dims == dims - 1 else "columns"
+    return _SPLITS.get(split.role, "none")
+
+
+def _experts(
+    config: QuantizationConfig,
+    name: str,
+    row: ParameterInfo,
+    split: Split,
+    mesh: ParallelMesh,
+    clock: WeightClock,
+    seed: int,
+    keeps_weights: bool,
+) -> QuantizedExperts:
+    """One set of products for each expert held, by its number in the whole layer."""
+    axis = mesh.axis("etp")
+    products = []
+    for expert in range(row.offsets[0], row.offsets[0] + row.sizes[0]):
+        one = replace(
+            row,
+            global_shape=row.global_shape[1:],
+            offsets=row.offsets[1:],
+            sizes=row.sizes[1:],
+        )
+        products.append(
+            QuantizedProducts(
+                recipe=_recipe(config, name, None, seed),
+                split=_kind(split, len(row.global_shape)) if axis.size > 1 else "none",
+                tensor_axis=axis,
+                context_axis=MeshAxis(name="context"),  # rows come from everywhere
+                splits_sequence=False,
+                clock=clock,
+                keeps_weights=keeps_weights,
+                noise=_noise(config, f"{name}.{expert}", one, 0, None, seed),
+            )
+        )
+    return QuantizedExperts(tuple(products))
 
 
 def _recipe(
@@ -216,6 +271,7 @@ def _recipe(
         return NVFP4Recipe(stochastic=config.stochastic_rounding, signs=signs)
     kinds = {
         "fp8_tensorwise": TensorRecipe,
+        "fp8_delayed": TensorRecipe,  # without a history
         "fp8_rowwise": RowRecipe,
         "fp8_blockwise": BlockRecipe,
         "mxfp8": MXFP8Recipe,
@@ -234,7 +290,7 @@ def _noise(
     config: QuantizationConfig,
     name: str,
     row: ParameterInfo,
-    plan: ParallelPlan,
+    sequence_dim: int,
     streams: Streams | None,
     seed: int,
 ) -> RoundingNoise | None:
@@ -248,5 +304,5 @@ def _noise(
         key=make_key("rounding", seed, name),
         streams=streams,
         features=whole.flatten(),
-        sequence_dim=plan.sequence_dim,
+        sequence_dim=sequence_dim,
     )

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -287,3 +288,34 @@ def _begin_gather(values: Tensor, axis: MeshAxis, dim: int) -> Finish:
         return begin_all_gather(values.contiguous(), axis, dim)
     finish = begin_all_gather(values.contiguous().view(torch.uint8), axis, dim)
     return lambda: finish().view(values.dtype)
+
+
+@dataclass(eq=False)
+class QuantizedExperts:
+    """What a layer of experts holds to run in low precision: one expert after the other, each with
+    scales of its own, so that neither other experts nor empty rows touch them.
+    """
+
+    products: tuple[QuantizedProducts, ...]
+    """Of each expert held."""
+
+    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts."""
+        return _experts_outside(self, rows, weight, counts)
+
+    def run(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """See `__call__`."""
+        sizes: list[int] = counts.tolist()
+        *parts, left = rows.split([*sizes, len(rows) - sum(sizes)])
+        done = [
+            products(part, one, None, None, sums=False) if len(part) else F.linear(part, one)
+            for products, part, one in zip(self.products, parts, weight.unbind(0), strict=True)
+        ]
+        return torch.cat([*done, rows.new_zeros(len(left), weight.shape[1])])
+
+
+def _run_experts(experts: QuantizedExperts, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return experts.run(rows, weight, counts)
+
+
+_experts_outside: Any = torch.compiler.disable(_run_experts)

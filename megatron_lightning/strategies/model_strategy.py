@@ -122,7 +122,9 @@ class ModelStrategy(MeshStrategy):
         if precision_plugin is not None:
             precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
             precision_plugin.grad_norm_fn = lambda _: self.grad_norm()
-            precision_plugin.are_finite_fn = self.gradients_are_finite
+            precision_plugin.are_finite_fn = lambda: (
+                self._update is None or self._update.gradients_are_finite()
+            )
             precision_plugin.configure_loss_scale(self.config.loss_scale)
         self._precision_plugin = precision_plugin
 
@@ -221,17 +223,15 @@ class ModelStrategy(MeshStrategy):
         assert self._update is not None, "there are gradients only while fitting"
         return self._update.grad_norm()
 
-    def gradients_are_finite(self) -> bool:
-        """Whether all published gradients are finite numbers, the same on all ranks. All ranks
-        must call it; the host waits for the device.
-        """
-        assert self._update is not None, "there are gradients only while fitting"
-        return self._update.gradients_are_finite()
-
     @property
     def loss_scale(self) -> float:
         """Factor of the loss in this step: above 1 with precision="16-mixed", else 1."""
         return self._megatron_precision().loss_scale
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether steps with gradients that are not finite are skipped (precision="16-mixed")."""
+        return self._megatron_precision().loss_scaler is not None
 
     @property
     @override

@@ -183,7 +183,11 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
         problems += check_context_parallel(network, config)
         problems += recompute_problems(network, target.plan, config.recompute)
         problems += quantization_problems(
-            network, target.plan, config.quantization, config.tensor_parallel_size
+            network,
+            target.plan,
+            config.quantization,
+            config.tensor_parallel_size,
+            config.expert_tensor_size,
         )
         problems += outside_problems(module, network, target)
         stages = config.pipeline_parallel_size * config.pipeline.virtual_pipeline_size

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
+from megatron_lightning.callbacks import SanityChecks
 from megatron_lightning.config import DataParallelConfig, LossScaleConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models.gpt import GPTModel
@@ -101,7 +102,7 @@ def fit(
         loss_normalization=run.normalization,
     )
     scales, recorder = Scales(), Recorder(run)
-    callbacks: list[L.Callback] = [recorder, scales]
+    callbacks: list[L.Callback] = [recorder, scales, SanityChecks(every_n_steps=1)]
     callbacks += [] if poisoned is None else [Overflow(poisoned)]
     if folder:
         callbacks.append(

@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config import DataParallelConfig, QuantizationConfig
+from megatron_lightning.config import DataParallelConfig, MoEConfig, QuantizationConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.quantized import (
+    QuantizedExperts,
+    QuantizedProducts,
+    WeightClock,
+)
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from megatron_lightning.precision.operands import Recipe, RowRecipe, TensorRecipe
@@ -77,6 +82,11 @@ def fit(
         if quantization.delayed is None
         else {n: v.clone() for n, v in quantization.delayed.tensors().items()},
         "layers": layers,
+        "experts": [
+            name
+            for name, layer in model.named_modules()
+            if getattr(layer, "quantized_experts", None) is not None
+        ],
         "names": sorted(n for n, _ in model.named_parameters()),
     }
 
@@ -220,6 +230,68 @@ def test_c28_token_counts(
     for got, same, full in zip(low, exact, plain, strict=True):
         assert torch.allclose(got, same, rtol=1e-2, atol=1e-6)
         assert float((got - full).norm() / full.norm()) < 8e-2
+
+
+@pytest.mark.parametrize("recipe", [FP8TensorRecipe("e5m2"), FP8RowRecipe("e5m2")])
+def test_c28_an_expert_with_three_tokens(recipe: Recipe) -> None:
+    """C28: experts with 3, 0, 20 and 9 tokens and rows of garbage behind: each gives bitwise what
+    it gives alone, so that neither padding nor other rows are in its scales.
+    """
+    torch.manual_seed(5)
+    counts = torch.tensor([3, 0, 20, 9])
+    layer = ExpertLinear(4, 64, (2, 32), bias=False, initial=Normal(1.0)).bfloat16()
+    nn.init.normal_(layer.weight, std=0.1)
+    rows = torch.randn(40, 64).bfloat16() * torch.logspace(0, 3, 40)[:, None].bfloat16()
+    grad = torch.randn(40, 2, 32).bfloat16()
+    grad[32:] = 0
+
+    def run(experts: QuantizedExperts | None) -> list[Tensor]:
+        layer.quantized_experts = experts
+        layer.zero_grad()
+        own = rows.clone().requires_grad_()
+        y = layer(own, counts)
+        y.backward(grad)
+        assert own.grad is not None
+        assert layer.weight.grad is not None
+        return [y.detach()[:32], own.grad[:32], layer.weight.grad.clone()]
+
+    plain = run(None)
+    low = run(QuantizedExperts(tuple(products(recipe) for _ in range(4))))
+    for got, full in zip(low, plain, strict=True):
+        error = (got.float() - full.float()).norm() / full.float().norm()
+        assert float(error) < 8e-2
+    assert not low[2][1].any()
+    for expert, (begin, end) in enumerate([(0, 3), (3, 3), (3, 23), (23, 32)]):
+        if begin == end:
+            continue
+        alone = Linear(64, (2, 32), bias=False, initial=Normal(1.0)).bfloat16()
+        alone.weight.data.copy_(layer.weight[expert])
+        alone.quantized = products(recipe)
+        own = rows[begin:end].clone().requires_grad_()
+        y = alone(own)
+        y.backward(grad[begin:end])
+        assert torch.equal(y, low[0][begin:end])
+        assert own.grad is not None
+        assert torch.equal(own.grad, low[1][begin:end])
+        assert alone.weight.grad is not None
+        assert torch.equal(alone.weight.grad, low[2][expert])
+
+
+@pytest.mark.slow
+def test_experts_in_low_precision() -> None:
+    """Expert parallel ranks round as one process; experts are left alone unless asked for."""
+    config = tiny_config(moe=MoEConfig(num_experts=4, ffn_hidden_size=48, router_topk=2))
+    quantization = quantized("mxfp8", experts=True, keep_first=1, keep_last=1)
+    layout = {"quantization": quantization, "micro_batch_size": 4}
+    alone = run_ranks_fresh(fit, 1, Run(config=config, layout=layout, steps=4), "", None)[0]
+    layout = {**layout, "expert_parallel_size": 2}
+    ranks = run_ranks_fresh(fit, 2, Run(config=config, layout=layout, steps=4), "", None)
+    for got, want in zip(ranks[0]["losses"], alone["losses"], strict=True):
+        assert got == pytest.approx(want, rel=1e-3)
+    assert len(alone["experts"]) == 4
+    layout = {"quantization": quantized("mxfp8"), "micro_batch_size": 4}
+    left = run_ranks_fresh(fit, 1, Run(config=config, layout=layout, steps=2), "", None)[0]
+    assert not left["experts"]
 
 
 # ---------------------------------------------------------------------- refusals

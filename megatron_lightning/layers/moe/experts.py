@@ -20,6 +20,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
 from megatron_lightning.layers.gated_silu import weighted_gated_silu
 from megatron_lightning.layers.mlp import activation_of, silu_gated
+from megatron_lightning.parallel.quantized import QuantizedExperts
 from megatron_lightning.parallel.random import Constant, Initial, Normal
 
 _ALIGNMENT_BYTES = 16
@@ -40,6 +41,8 @@ class ExpertLinear(nn.Module):
 
     weight_sink: DefersGradient | None = None
     """Set when the schedule splits backwards: may put off the weight's gradient."""
+    quantized_experts: QuantizedExperts | None = None
+    """Set where the products run in low precision."""
     adapters: nn.Module | None
     """Low-rank adapters, see `layers/lora.py`: (rows, output, counts) -> output."""
 
@@ -70,7 +73,9 @@ class ExpertLinear(nn.Module):
         """
         num_experts, *output_shape, in_features = self.weight.shape
         weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
-        if self.weight_sink is None:
+        if self.quantized_experts is not None:
+            y = self.quantized_experts(rows, weight, counts)
+        elif self.weight_sink is None:
             y = expert_product(rows, weight, counts)
         else:
             y = _PutOff.apply(rows, weight, counts, self.weight_sink)
