@@ -15,10 +15,12 @@ from torch import Tensor
 from megatron_lightning.callbacks import SanityChecks
 from megatron_lightning.config import DataParallelConfig, LossScaleConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.precision import MegatronPrecision
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Recorder, Run, boxes, make_strategy, tiny_config
+from tests.user_modules import Decoder, OwnTransformer, user_run
 
 OVERFLOW = 2
 """Step at which one rank's gradient overflows."""
@@ -194,6 +196,77 @@ def test_losses_are_those_of_float32() -> None:
     for got, want in zip(half["losses"], whole["losses"], strict=True):
         assert got == pytest.approx(want, rel=5e-3)
     assert half["norms"][0] == pytest.approx(whole["norms"][0], rel=1e-2)
+
+
+def fit_without_a_plan(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    class Watch(L.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.dtypes: set[torch.dtype] = set()
+            self.scales: list[float] = []
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            block = next(m for name, m in module.named_modules() if name.endswith("up"))
+            block.register_forward_hook(lambda _, __, y: self.dtypes.add(y.dtype))
+            if trainer.global_rank == world_size - 1:
+
+                def poison(grad: Tensor) -> Tensor:
+                    return grad * (torch.inf if trainer.global_step == OVERFLOW else 1.0)
+
+                next(iter(module.parameters())).register_hook(poison)
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
+            self.losses.append(float(outputs["loss"]))
+            self.scales.append(trainer.strategy.loss_scale)
+
+    watch = Watch()
+    model = OwnTransformer(Decoder)
+    trainer = L.Trainer(
+        strategy=make_strategy({"loss_scale": SCALE}),
+        plugins=[MegatronPrecision(MixedPrecision("16-mixed", "cpu"))],
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=run.steps,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(model, Batches(run))
+    return {
+        "losses": watch.losses,
+        "dtypes": {str(dtype) for dtype in watch.dtypes},
+        "scales": watch.scales,
+        "parameters": {str(p.dtype) for p in model.parameters()},
+    }
+
+
+def test_a_module_without_a_plan_gets_autocast_and_the_same_scale() -> None:
+    ranks = run_ranks_fresh(fit_without_a_plan, 2, user_run(steps=4))
+    for rank in ranks:
+        assert rank["dtypes"] == {"torch.float16"}
+        assert rank["parameters"] == {"torch.float32"}
+        assert rank["scales"] == [1024, 1024, 512, 512]
+        assert rank["losses"] == ranks[0]["losses"]
+
+
+def test_manual_optimization_is_refused() -> None:
+    model = OwnTransformer(Decoder)
+    model.automatic_optimization = False
+    trainer = L.Trainer(
+        strategy=make_strategy({}),
+        plugins=[MegatronPrecision(MixedPrecision("16-mixed", "cpu"))],
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(ConfigurationError, match=r"automatic_optimization=False.*16-mixed"):
+        trainer.fit(model, Batches(user_run()))
 
 
 @pytest.mark.parametrize(
