@@ -303,6 +303,14 @@ def test_a_model_that_does_not_fit(case: str) -> None:
             dict(expert=ExpertConfig(dispatcher="broadcast")),  # type: ignore[arg-type]
             r"expert.dispatcher='broadcast': choose one of",
         ),
+        (
+            2,
+            dict(
+                expert=ExpertConfig(overlap_shared_experts=True),
+                data_parallel=DataParallelConfig(sharding="fsdp"),
+            ),
+            r"overlap_shared_experts=True with data_parallel.sharding='fsdp'",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(devices: int, layout: dict[str, Any], message: str) -> None:
