@@ -3,12 +3,15 @@
 python -m tests.hf_page
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_lightning.bridge.hf import FAMILIES
 from megatron_lightning.bridge.hf.registry import MISSING
-from tests.hf_models import GOLDEN_NAMES, LOCAL_NAMES
-from tests.parity.test_hf_models import LAYOUTS, SLOW
+from tests.hf_models import GOLDEN_NAMES, LOCAL_NAMES, MOE_NAMES
+from tests.parity.test_hf_models import LAYOUTS, OF_EXPERTS, SLOW
+from tests.unit.bridge.test_adapters_transformers import NAMES as WITH_ADAPTERS
+from tests.unit.bridge.test_export_checks import LOCAL_NAMES as VERIFIED
 
 PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
 BEGIN, END = "<!-- written by tests/hf_page.py -->\n", "<!-- end -->\n"
@@ -27,8 +30,6 @@ TITLES = {
     "qwen3_moe": "Qwen3 (experts)",
 }
 LAYOUT_TITLES = {
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3 (text)",
     "single": "one process",
     "tp2": "TP=2",
     "pp2": "PP=2",
@@ -42,19 +43,24 @@ def render() -> str:
     """Both tables."""
     layouts = ", ".join(LAYOUT_TITLES[name] for name in LAYOUTS)
     nightly = ", ".join(LAYOUT_TITLES[name] for name in SLOW)
-    rows = [
-        f"| {TITLES[name]} | `{name}` | `{FAMILIES[name].architecture}` |"
-        f" {'yes' if name in LOCAL_NAMES else ''} | {'yes' if name in GOLDEN_NAMES else ''} |"
-        for name in sorted(FAMILIES)
-    ]
     refused = [f"| `{name}` | {part} |" for name, part in sorted(MISSING.items())]
+    head = (
+        "family",
+        "`model_type`",
+        "class of transformers",
+        "small models",
+        "larger models",
+        "layouts",
+        "read back, and in transformers",
+        "adapters",
+    )
     return "\n".join(
         [
             f"In each of these layouts: {layouts} (of these, {nightly} among the slow tests).",
             "",
-            "| family | `model_type` | class of transformers | small models | larger models |",
-            "|---|---|---|---|---|",
-            *rows,
+            f"| {' | '.join(head)} |",
+            f"|{len(head) * '---|'}",
+            *(f"| {' | '.join(row(name))} |" for name in sorted(FAMILIES)),
             "",
             "Other architectures are refused by name, with the parts that are missing:",
             "",
@@ -64,6 +70,25 @@ def render() -> str:
             "",
         ]
     )
+
+
+def row(name: str) -> list[str]:
+    """What the tests show of a family."""
+
+    def yes(names: Collection[str]) -> str:
+        return "yes" if name in names else ""
+
+    layouts = [x for x in LAYOUTS if x not in OF_EXPERTS or name in MOE_NAMES]
+    return [
+        TITLES[name],
+        f"`{name}`",
+        f"`{FAMILIES[name].architecture}`",
+        yes(LOCAL_NAMES),
+        yes(GOLDEN_NAMES),
+        str(len(layouts)),
+        yes(VERIFIED),
+        yes(WITH_ADAPTERS),
+    ]
 
 
 def between(text: str) -> tuple[str, str, str]:

@@ -7,13 +7,15 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from megatron_lightning.bridge import from_hf
 from megatron_lightning.bridge.writing import Export
 from megatron_lightning.callbacks import HFExport
-from megatron_lightning.config import DataParallelConfig
+from megatron_lightning.config import DataParallelConfig, GPTConfig
+from megatron_lightning.models import GPTModel
 from tests.harness import RankError, run_ranks_fresh
-from tests.hf_models import LOCAL, Batches, Recorded, assert_same_tensors
+from tests.hf_models import LOCAL, Batches, Recorded, assert_same_tensors, tensors_of
 from tests.layout_runs import make_strategy
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -21,8 +23,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2": (4, dict(tensor_parallel_size=2, pipeline_parallel_size=2)),
     "fsdp2": (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
     "zero1": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
+    "ep2": (2, dict(expert_parallel_size=2)),
 }
 SLOW = ("zero1",)
+MODELS = {"ep2": "deepseek_v3"}
 
 
 class Snapshots(L.Callback):
@@ -58,10 +62,16 @@ class Paced(L.Callback):
 
 
 def fit(
-    devices: int, layout: dict[str, Any], callbacks: list[L.Callback], steps: int, **options: Any
+    devices: int,
+    layout: dict[str, Any],
+    callbacks: list[L.Callback],
+    steps: int,
+    *,
+    name: str = "qwen2",
+    **options: Any,
 ) -> Any:
-    recorded = Recorded.read(LOCAL / "qwen2")
-    model = from_hf(LOCAL / "qwen2")
+    recorded = Recorded.read(LOCAL / name)
+    model = from_hf(LOCAL / name)
     trainer = L.Trainer(
         strategy=make_strategy(layout),
         accelerator="cpu",
@@ -78,9 +88,15 @@ def fit(
     return trainer
 
 
-def export(rank: int, world_size: int, layout: dict[str, Any], out: str) -> list[str]:
+def export(rank: int, world_size: int, layout: dict[str, Any], out: str, model: str) -> list[str]:
     exports = HFExport(Path(out) / "beside", every_n_steps=2, verify=True, max_shard_bytes=20_000)
-    fit(world_size, layout, [exports, Snapshots(Path(out) / "at_once", (2, 5)), Paced()], 5)
+    fit(
+        world_size,
+        layout,
+        [exports, Snapshots(Path(out) / "at_once", (2, 5)), Paced()],
+        5,
+        name=model,
+    )
     return [path.name for path in exports.exported]
 
 
@@ -90,7 +106,8 @@ def export(rank: int, world_size: int, layout: dict[str, Any], out: str) -> list
 def test_exports_are_those_of_their_steps(tmp_path: Path, layout: str) -> None:
     """Training goes on meanwhile, weights of the step are written; and those of the end."""
     world_size, options = LAYOUTS[layout]
-    for exported in run_ranks_fresh(export, world_size, options, str(tmp_path)):
+    model = MODELS.get(layout, "qwen2")
+    for exported in run_ranks_fresh(export, world_size, options, str(tmp_path), model):
         assert exported[0] == "step-00000002"
         assert exported[-1] == "step-00000005"
     for step in (2, 5):
@@ -181,3 +198,30 @@ def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path) -> No
     with pytest.raises(RankError, match="architecture='gpt2' is not this network"):
         run_ranks_fresh(refused, 1, str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
+
+
+def export_padded(rank: int, world_size: int, out: str) -> int:
+    sizes = dict(vocab_size=50257, num_layers=1, hidden_size=8, num_attention_heads=2)
+    model = GPTModel(GPTConfig(**sizes, make_vocab_size_divisible_by=128))
+    trainer = L.Trainer(
+        strategy=make_strategy(dict(tensor_parallel_size=2)),
+        accelerator="cpu",
+        devices=world_size,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    trainer.predict(model, Batches({"tokens": tokens}))  # type: ignore[arg-type]
+    model.save_hf(out, verify=True)
+    return model.built_network().embedding.word_embeddings.weight.shape[0]
+
+
+def test_c01_padding_is_not_exported(tmp_path: Path) -> None:
+    """Shapes are those of the true vocabulary, whatever ranks are padded to."""
+    rows = run_ranks_fresh(export_padded, 2, str(tmp_path / "x"))
+    assert rows == [50432 // 2] * 2
+    found = tensors_of(tmp_path / "x")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert found[name].shape == (50257, 8)
