@@ -102,6 +102,8 @@ def _together(config: GPTConfig, latent: LatentAttentionConfig) -> list[str]:
             "qk_layernorm=True with latent_attention: it has norms on what queries, keys and"
             " values are made from; use False"
         )
+    if config.attention.sinks:
+        found.append("attention.sinks=True with latent_attention: not supported; use False")
     found += [
         f"{name}=True with latent_attention: its projections have no biases; use False"
         for name in ("add_bias_linear", "add_qkv_bias")
