@@ -184,7 +184,7 @@ def test_model_by_preset(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     path = folder / "preset.yaml"
     path.write_text(yaml.safe_dump(chosen))
     run_ranks_fresh(fit, 1, ["--config", str(path)])
-    with pytest.raises(UserError, match=r"^preset='llama9' is unknown; use one of \['gpt2'"):
+    with pytest.raises(UserError, match=r"^preset='llama9' is unknown; use one of \['deepseek-v3'"):
         trainer.main(["fit", "--config", str(path), "--model.preset", "llama9"])
 
 
