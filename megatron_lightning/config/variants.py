@@ -78,11 +78,6 @@ def _attention(config: GPTConfig) -> list[str]:
         )
     if not 0 <= attention.score_cap < math.inf:
         found.append(f"attention.score_cap={attention.score_cap} must be positive, or 0 for none")
-    if config.latent_attention is not None and (attention.sinks or attention.scale_dim):
-        found.append(
-            f"attention.sinks={attention.sinks}, attention.scale_dim={attention.scale_dim} with"
-            " latent_attention: it has a scale of its own and no sinks; use False and 0"
-        )
     return found
 
 

@@ -8,7 +8,7 @@ fused one) can take its place.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -157,9 +157,9 @@ class FusedAttention(CoreAttention):
         """
         if sinks is not None or self.score_cap:
             assert rows is None and not self.drops, "refused by the back end"  # noqa: PT018
-            return self._by_blocks(query, key, value, sequence, sinks)
+            return _by_blocks(self, query, key, value, sequence, sinks)
         if sequence is not None and rows is None and not self.drops:
-            return self._packed(query, key, value, sequence)
+            return self.packed(query, key, value, sequence)
         seen = None
         if sequence is not None or rows is not None:
             seen = visible(key.shape[0], self.window_size, sequence, rows, key.device)
@@ -187,21 +187,7 @@ class FusedAttention(CoreAttention):
                 context = full_attention(query, key, value, scale=self.scale, dropout_p=probability)
         return context[..., :size].permute(2, 0, 1, 3).flatten(2)  # (S, B, N * Dv)
 
-    @torch.compiler.disable
-    def _by_blocks(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sequence: SequenceInfo | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """By the kernels that give their log-sum-exp, which sinks join; or with capped scores."""
-        if sequence is None:
-            sequence = SequenceInfo(((query.shape[0],),) * query.shape[1])
-        return self._packed(query, key, value, sequence, sinks)
-
-    def _packed(
+    def packed(
         self,
         query: Tensor,
         key: Tensor,
@@ -209,6 +195,7 @@ class FusedAttention(CoreAttention):
         sequence: SequenceInfo,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        """By the kernels that give their log-sum-exp, which sinks join; or with capped scores."""
         batch = query.shape[1]
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         context = attend(
@@ -222,6 +209,22 @@ class FusedAttention(CoreAttention):
             sinks=sinks,
         )  # (B * S, N, D)
         return context.unflatten(0, (batch, -1)).transpose(0, 1).flatten(2)
+
+
+def _whole_or_packed(
+    core: FusedAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequence: SequenceInfo | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if sequence is None:
+        sequence = SequenceInfo(((query.shape[0],),) * query.shape[1])
+    return core.packed(query, key, value, sequence, sinks)
+
+
+_by_blocks: Any = torch.compiler.disable(_whole_or_packed)  # it calls kernels one by one
 
 
 def full_attention(

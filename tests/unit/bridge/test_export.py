@@ -86,7 +86,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
             "moe": MoEConfig(
                 num_experts=6,
                 ffn_hidden_size=12,
-                layer_pattern="EDE",
+                layer_pattern="ED",
                 router_pre_softmax=True,
                 router_normalize_topk=False,
             ),

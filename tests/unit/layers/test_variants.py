@@ -247,7 +247,7 @@ def test_local_rotation_is_that_of_sliding_layers() -> None:
                 "latent_attention": LatentAttentionConfig(kv_lora_rank=8),
                 "attention": AttentionConfig(sinks=True),
             },
-            "no sinks; use False",
+            "attention.sinks=True with latent_attention",
         ),
         ({"clamp": ClampConfig(limit=0.0)}, "clamp.limit=0.0"),
         ({"clamp": ClampConfig(alpha=-1.0)}, "clamp.alpha=-1.0"),
