@@ -35,7 +35,7 @@ import megatron_lightning as package
 
 names = [m.name for m in pkgutil.walk_packages(package.__path__, "megatron_lightning.")]
 for name in names:
-    kernel = ".layers.kernels." in name and not name.endswith(".available")
+    kernel = ".kernels." in name and not name.endswith(".available")
     if not name.endswith("__main__") and not kernel:
         importlib.import_module(name)
 for name in package.__all__:

@@ -173,8 +173,8 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 
 TRITON_MODULES = tuple(
-    f"megatron_lightning.layers.kernels.{path.stem}"
-    for path in (ROOT / "megatron_lightning" / "layers" / "kernels").glob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "megatron_lightning").glob("*/kernels/*.py")
     if path.stem not in ("__init__", "available")
 )
 """What nothing imports unless triton is there: kernels are defined with its decorator."""
