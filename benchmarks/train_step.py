@@ -32,9 +32,11 @@ from megatron_lightning.config import (
     DataParallelConfig,
     GPTConfig,
     MoEConfig,
+    QuantizationConfig,
     RotaryConfig,
     RuntimeConfig,
 )
+from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.runtime.kernel_times import union
@@ -204,6 +206,13 @@ def ceiling() -> float:
     return 2 * 8192**3 / statistics.median(times) / 1e9
 
 
+def quantization(args: argparse.Namespace) -> QuantizationConfig | None:
+    """Low precision of the linear layers, if asked for."""
+    if args.fp8 is None:
+        return None
+    return QuantizationConfig(recipe=args.fp8, keep_first=args.keep, keep_last=args.keep)
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train `--warm` + `--steps` steps of one shape."""
     shape = SHAPES[name]
@@ -236,6 +245,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 sharding=args.sharding, fuse_weight_gradients=not args.no_fuse
             ),
             runtime=RuntimeConfig(compile_layers=args.compile),
+            quantization=quantization(args),
         ),
         accelerator="gpu",
         devices=args.devices,
@@ -302,6 +312,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--fp8", choices=REAL_RECIPES, help="recipe of the linear layers")
+    parser.add_argument("--keep", type=int, default=0, help="--fp8: first and last layers in bf16")
     parser.add_argument("--sharding", default="none", choices=["none", "optimizer", "fsdp"])
     parser.add_argument("--no-fuse", action="store_true", help="autograd adds weight gradients")
     parser.add_argument("--forced", action="store_true", help="(c): all experts equally busy")
