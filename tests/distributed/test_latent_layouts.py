@@ -77,7 +77,7 @@ def data(**options: Any) -> DataParallelConfig:
 
 
 CASES = [
-    case("untied", 2, tensor_parallel_size=2),
+    case("untied", 2, slow=True, tensor_parallel_size=2),
     case("tied", 2, tensor_parallel_size=2, sequence_parallel=True),
     case("tied", 2, pipeline_parallel_size=2),
     case("untied", 2, context_parallel_size=2),

@@ -21,9 +21,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "cp2": (2, dict(context_parallel_size=2)),
 }
+SLOW = ("tp2_sp", "cp2")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS],
+)
 def test_recorded_training_with_further_predictions(golden: Path, layout: str) -> None:
     """Losses, norms, rates and the first gradients of all parameters. The recorded loss is that of
     the next token alone, which is what is logged.
