@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_lightning.bridge.safetensors_files import FileReader, read_header
 from megatron_lightning.checkpoint import Box
 from megatron_lightning.config import AttentionConfig, ClampConfig, GPTConfig, MoEConfig
 from megatron_lightning.models import GPTModel
+from tests.hf_models import LOCAL
 
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -157,6 +159,32 @@ def test_gpt_oss_as_it_is_published(gpt_oss: Path, tmp_path: Path) -> None:
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(from_hf(tmp_path / "out")(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_models_in_fp8(name: str, tmp_path: Path) -> None:
+    """Every projection in float8 tiles, norms and embeddings as they are."""
+    shutil.copytree(LOCAL / name, tmp_path / "fp8")
+    tensors, wanted = load_file(LOCAL / name / "model.safetensors"), {}
+    for key, value in list(tensors.items()):
+        if not key.endswith("_proj.weight"):
+            continue
+        tiles = [-(-size // edge) for size, edge in zip(value.shape, (16, 8), strict=True)]
+        factors = torch.rand(tiles) + 0.5
+        spread = factors.repeat_interleave(16, 0).repeat_interleave(8, 1)
+        spread = spread[: value.shape[0], : value.shape[1]]
+        tensors[key] = (value / spread).to(torch.float8_e4m3fn)
+        tensors[f"{key}_scale_inv"] = factors
+        wanted[key] = (tensors[key].float() * spread).bfloat16()
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    from_hf(tmp_path / "fp8").save_hf(tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in load_file(LOCAL / name / "model.safetensors").items():
+        assert torch.equal(back[key], wanted.get(key, value)), key
+        assert back[key].dtype == wanted.get(key, value).dtype
 
 
 @pytest.mark.parametrize(
