@@ -95,7 +95,11 @@ FLAGS: Sequence[Row] = (
         "clip_by_norm clip_by_value",
         note="the norm is that of the whole model",
     ),
-    Row("deterministic benchmark inference_mode", "modes"),
+    Row(
+        "deterministic benchmark inference_mode",
+        "modes",
+        note="with FSDP2 `no_grad` takes the place of `inference_mode`",
+    ),
     Row("detect_anomaly", "modes test_an_anomaly_is_detected"),
     Row(
         "use_distributed_sampler",

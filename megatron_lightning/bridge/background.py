@@ -24,12 +24,12 @@ class HostCopy:
         self._copies: dict[str, list[tuple[Box, Tensor]]] = {}
 
     @torch.no_grad()
-    def take(self, held: Held, mine: Shares) -> None:
-        """Copy these boxes, and wait for it."""
+    def take(self, held: Held, export: Export) -> None:
+        """Copy what this rank writes, in the dtypes of the files, and wait for it."""
         if self._buffers is None:
             self._buffers = HostBuffers(self._device)
-        dtypes = held.dtypes()
-        boxes = [(name, box) for name, share in mine.items() for box in share]
+        boxes = [(name, box) for name, share in export.mine.items() for box in share]
+        dtypes = {name: export.dtype_of(name) for name in export.mine}
         places = self._buffers.place([box.numel * dtypes[n].itemsize for n, box in boxes])
         self._copies.clear()
         for (name, box), place in zip(boxes, places, strict=True):

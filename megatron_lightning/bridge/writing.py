@@ -5,6 +5,7 @@ its name.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
@@ -74,6 +75,12 @@ class Export:
             * piece.ours.numel
             for _, _, entry, piece in self.parts()
         )
+
+    def dtype_of(self, ours: str) -> torch.dtype:
+        """In which values of a parameter lose nothing that the files keep."""
+        sources = self.table.entries[ours].names
+        dtypes = [self.files.tensors[self.names[source]].dtype for source in sources]
+        return functools.reduce(torch.promote_types, dtypes)
 
     def parts(self) -> Iterator[tuple[str, Box, Entry, Piece]]:
         """(parameter, box of this rank, its entry, a piece of the box)."""

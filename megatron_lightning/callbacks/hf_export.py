@@ -198,7 +198,7 @@ class HFExport(L.Callback):
         path = self.path / _name(trainer.global_step)
         export = begin_export(module, held, path, options, ranks, mine=self._shares)
         assert self._copy is not None
-        self._copy.take(held, self._shares)
+        self._copy.take(held, export)
         thread = ExportThread(export, self._copy, verify=options.verify)
         thread.start()
         self._pending = _Pending(
