@@ -142,6 +142,8 @@ def actions_of(request: PlanRequest, layout: StageLayout) -> Sequence[Sequence[A
     name: ScheduleName = config.schedule
     if name == "1f1b" and layout.virtual_size > 1:
         name = "interleaved"
+    if request.parallel.expert.overlap_all_to_all:
+        name = "paired"
     return _schedule(
         name,
         pipeline_size=layout.pipeline_size,

@@ -19,7 +19,7 @@ from megatron_lightning.cli.plan_traffic import Traffic, traffic_of
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.model_states import StateBytes, StateDtypes, state_bytes
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.actions import Action, Kind
+from megatron_lightning.parallel.actions import Action, Kind, by_memory
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.pipeline import StageLayout
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
@@ -225,7 +225,7 @@ def walk(
     """(kept, worked with, in CPU memory) in bytes, at the action at which the device holds most."""
     kept = host = peak_host = 0.0
     worst = (0.0, 0.0)
-    for action in actions:
+    for action in by_memory(actions):
         if action.kind not in (Kind.F, Kind.B, Kind.I, Kind.W):
             continue
         chunk = chunks[action.chunk]
@@ -243,7 +243,7 @@ def walk(
 def peak_live(actions: Sequence[Action]) -> int:
     """Most forwards whose backward (or weight gradient) is still to come."""
     live = peak = 0
-    for action in actions:
+    for action in by_memory(actions):
         live += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
         peak = max(peak, live)
     return peak

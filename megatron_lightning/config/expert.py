@@ -18,6 +18,9 @@ class ExpertConfig:
     token)."""
     overlap_shared_experts: bool = False
     """On CUDA: compute shared experts on a stream of their own beside the tokens' travel."""
+    overlap_all_to_all: bool = False
+    """Run each backward beside the forward of another micro-batch, so that the tokens' travel in
+    one is hidden under the other's computing; for more activations (docs/expert_parallel.md)."""
 
     def check(self) -> list[str]:
         """Every violated rule, as a sentence with field, value and remedy."""

@@ -10,6 +10,8 @@ from megatron_lightning.config.parallel import ParallelConfig
 def expert_problems(config: ParallelConfig) -> list[str]:
     """Violations that need no world size."""
     problems = config.expert.check()
+    if config.expert.overlap_all_to_all:
+        problems += _pair_problems(config)
     if not config.expert.overlap_shared_experts:
         return problems
     reason = {
@@ -22,6 +24,52 @@ def expert_problems(config: ParallelConfig) -> list[str]:
         for field, value in reason.items()
         if value is not None
     ]
+
+
+def _pair_problems(config: ParallelConfig) -> list[str]:
+    """What doesn't go together with a backward and a forward side by side on two streams."""
+    label = "expert.overlap_all_to_all=True with"
+    sharding = config.data_parallel.sharding
+    refused = [
+        (
+            config.expert_parallel_size == 1,
+            "expert_parallel_size=1: tokens don't travel, so there is nothing to hide; set"
+            " expert_parallel_size to 2 or more, or overlap_all_to_all=False",
+        ),
+        (
+            config.pipeline.schedule != "1f1b",
+            f"pipeline.schedule={config.pipeline.schedule!r}: pairs of a forward and a backward are"
+            " a form of 1F1B, also of the interleaved one; set schedule='1f1b', or"
+            " overlap_all_to_all=False",
+        ),
+        (
+            config.context_parallel_size > 1,
+            f"context_parallel_size={config.context_parallel_size}: its tables are shared by"
+            " micro-batches on one stream; set context_parallel_size=1, or"
+            " overlap_all_to_all=False",
+        ),
+        (
+            sharding == "fsdp",
+            "data_parallel.sharding='fsdp': it gathers and frees weights that both would read;"
+            " set sharding='optimizer', or overlap_all_to_all=False",
+        ),
+        (
+            config.expert.overlap_shared_experts,
+            "expert.overlap_shared_experts=True: shared experts of both would queue on one stream;"
+            " set one of the two to False",
+        ),
+        (
+            config.recompute.offload,
+            "recompute.offload=True: copies to the CPU follow one stream; set offload=False, or"
+            " overlap_all_to_all=False",
+        ),
+        (
+            config.quantization is not None,
+            "quantization: its scales and copies of weights are kept for one stream; set"
+            " quantization=None, or overlap_all_to_all=False",
+        ),
+    ]
+    return [f"{label} {text}" for applies, text in refused if applies]
 
 
 def _splits_backward(config: ParallelConfig) -> bool:

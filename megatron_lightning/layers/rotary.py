@@ -128,6 +128,9 @@ class RotaryEmbedding:
             with torch.inference_mode(False), torch.no_grad():
                 self._tables = self._make(seq_length, position_ids, device)
             self._key, self._position_ids = key, position_ids
+        elif device.type == "cuda":  # of no effect on the stream on which they were made
+            for table in (self._tables.cos, self._tables.sin):
+                table.record_stream(torch.cuda.current_stream(device))
         return self._tables
 
     def _make(

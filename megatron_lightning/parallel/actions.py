@@ -1,6 +1,6 @@
 """The words of a pipeline schedule: actions, where stages lie, and what waits for what."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,19 +45,37 @@ class Action:
     """Messages only: the pipeline rank at the other end."""
     peer_chunk: int | None = None
     """Messages only: the chunk at the other end."""
+    beside_next: bool = False
+    """Backwards only: it runs beside the next action, the forward of another micro-batch."""
 
     def __str__(self) -> str:
-        """Short form for traces, e.g. ``F3.0`` or ``SEND_F3.0>1.0``."""
+        """Short form for traces, e.g. ``F3.0``, ``SEND_F3.0>1.0``, or ``B2.0&`` before its pair's
+        forward.
+        """
         arrow = (
             ""
             if self.peer is None
             else f"{'>' if self.kind in SENDS else '<'}{self.peer}.{self.peer_chunk}"
         )
-        return f"{self.kind}{self.micro_batch}.{self.chunk}{arrow}"
+        return f"{self.kind}{self.micro_batch}.{self.chunk}{arrow}{'&' * self.beside_next}"
 
 
 ActionLists = tuple[tuple[Action, ...], ...]
 """Indexed by pipeline rank."""
+
+
+def in_units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """The actions one by one, and those that run side by side together: (backward, forward)."""
+    position = 0
+    while position < len(actions):
+        unit = tuple(actions[position : position + 1 + actions[position].beside_next])
+        position += len(unit)
+        yield unit
+
+
+def by_memory(actions: Sequence[Action]) -> list[Action]:
+    """The order in which activations come and go: of a pair, both are there at once."""
+    return [action for unit in in_units(actions) for action in reversed(unit)]
 
 
 @dataclass(frozen=True, slots=True)

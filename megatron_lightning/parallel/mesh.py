@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lightning.parallel.lanes import Lanes
+
 DENSE_ORDER = ("pp", "dp", "cp", "tp")
 EXPERT_ORDER = ("pp", "edp", "ep", "etp")
 
@@ -97,6 +99,23 @@ class MeshAxis:
         return self.rank == self.size - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class LanedAxis(MeshAxis):
+    """An axis with a group for each lane; `group` is that of the lane that is launched into."""
+
+    second: Any
+    """Group of lane 1."""
+    lanes: Lanes
+
+    def _own(self) -> Any:
+        return self.second if self.lanes.number else self.__dict__["group"]
+
+    def _set(self, value: Any) -> None:
+        self.__dict__["group"] = value
+
+    group = property(_own, _set)  # type: ignore[assignment]
+
+
 SINGLE_AXIS_NAMES = (
     "pp",
     "dp",
@@ -126,6 +145,9 @@ _EXPERT_AXES = ("ep", "etp", "ep_etp", "tp_cp", "dp_cp_tp")
 """Axes of collectives inside the layers, all and those with experts. They share no group with
 others of equal ranks: gradients may be reduced at any time of a backward pass, and one group's
 collectives need one order."""
+_LANED_AXES = ("tp", "ep", "etp", "ep_etp", "tp_cp")
+"""Axes of collectives inside forwards and backwards, which get a second group where two of these
+run side by side (context parallelism doesn't)."""
 _EXPERT_GRADIENT_AXES = ("edp", "edp_shard", "edp_replica")
 """Axes over which gradients of experts are reduced. With folding their ranks may be those of the
 tensor axis, whose collectives are inside the layers; so they share no group with it either."""
@@ -153,6 +175,8 @@ class ParallelMesh:
     """gloo group over all ranks for objects and signals; None in one process."""
     for_experts: bool = True
     """Whether layers with experts may use it: else their axes have no groups of their own."""
+    lanes: Lanes | None = None
+    """Where a forward and a backward may run side by side; None: they don't."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
         """Itself, as its axes."""
@@ -163,6 +187,14 @@ class ParallelMesh:
         if name not in self.axes:
             raise ValueError(f"axis={name!r}: this mesh has {sorted(self.axes)}")
         return self.axes[name]
+
+    @property
+    def groups(self) -> list[Any]:
+        """Every process group of the axes, once."""
+        axes = self.axes.values()
+        found = [axis.group for axis in axes]
+        found += [axis.second for axis in axes if isinstance(axis, LanedAxis)]
+        return list({id(group): group for group in found if group is not None}.values())
 
     @property
     def tp(self) -> MeshAxis:
@@ -223,9 +255,10 @@ class ParallelMesh:
         expert_order: Sequence[str] = EXPERT_ORDER,
         timeout: Any = None,
         for_experts: bool = True,
+        side_by_side: bool = False,
     ) -> ParallelMesh:
         """Make the mesh of the running default process group. Every rank must call it with equal
-        arguments.
+        arguments. `side_by_side`: a forward and a backward may run at once.
 
         Raises ValueError when the sizes don't divide the world (the checks of `config.validate`
         say it earlier, and with a remedy).
@@ -256,6 +289,13 @@ class ParallelMesh:
             name: _make_axis(name, groups, rank, pools.get(name, made), timeout)
             for name, groups in lists.items()
         }
+        lanes = Lanes(device) if side_by_side else None
+        if lanes is not None:
+            seconds: dict[int, dict[tuple[int, ...], Any]] = {}
+            for name in _LANED_AXES:
+                pool = seconds.setdefault(id(pools.get(name, made)), {})
+                second = _make_axis(name, lists[name], rank, pool, timeout)
+                axes[name] = LanedAxis(**vars(axes[name]), second=second.group, lanes=lanes)
         control = (
             dist.group.WORLD
             if device.type == "cpu"
@@ -269,6 +309,7 @@ class ParallelMesh:
             axes=axes,
             control_group=control,
             for_experts=for_experts,
+            lanes=lanes,
         )
 
 

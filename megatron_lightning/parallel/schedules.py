@@ -3,7 +3,8 @@
 A schedule is first written as compute actions alone. 1F1B: Narayanan et al., "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021; interleaved virtual stages: Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters", 2021; zero bubble: see
-``schedules_zero_bubble.py``. ``add_communication`` then inserts the
+``schedules_zero_bubble.py``; pairs of a forward and a backward: see ``schedules_paired.py``.
+``add_communication`` then inserts the
 messages, once and for every schedule: all ranks' lists are projections of one global linear order,
 so that no schedule can deadlock, neither on in-order streams nor with blocking sends.
 
@@ -19,9 +20,11 @@ from megatron_lightning.parallel.actions import (
     ActionLists,
     Kind,
     Placement,
+    in_units,
     predecessors,
     produced,
 )
+from megatron_lightning.parallel.schedules_paired import side_by_side
 from megatron_lightning.parallel.schedules_zero_bubble import (
     v_only_forward,
     v_placement,
@@ -29,7 +32,7 @@ from megatron_lightning.parallel.schedules_zero_bubble import (
     zb_v,
 )
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "paired", "zb-h1", "zb-v"]
 SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
 """Schedules that compute the weights' gradients apart (I and W instead of B)."""
@@ -93,6 +96,16 @@ def interleaved_1f1b(
     )
 
 
+def paired_1f1b(
+    pipeline_size: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+) -> ActionLists:
+    """1F1B, interleaved with several chunks, in which each backward runs beside a forward of
+    another micro-batch (``schedules_paired.py``).
+    """
+    groups = microbatch_groups(num_microbatches, pipeline_size, group_size)
+    return side_by_side(interleaved_order(groups, num_chunks), pipeline_size, num_chunks, groups)
+
+
 def microbatch_groups(
     num_microbatches: int, pipeline_size: int, group_size: int | None = None
 ) -> tuple[int, ...]:
@@ -152,6 +165,8 @@ def build_schedule(
         compute = gpipe(pipeline_size, num_chunks, num_microbatches)
     elif name == "1f1b":
         compute = one_forward_one_backward(pipeline_size, num_microbatches)
+    elif name == "paired":
+        compute = paired_1f1b(pipeline_size, num_chunks, num_microbatches, group_size)
     elif name == "zb-h1":
         compute = zb_h1(pipeline_size, num_microbatches)
     elif name == "zb-v":
@@ -173,14 +188,13 @@ def add_communication(compute: Sequence[Sequence[Action]], placement: Placement)
     takes 1 and a backward 3. Each is followed by the message that it gives rise to: at that moment
     SEND is appended to the producer's list and RECV to the consumer's. A consumer that is then busy
     thus posts its receive before the action it is busy with, and the transfer runs beside it.
+    A pair that runs side by side is one action here, as long as both.
     Chunks of the same rank hand over locally, without a message.
     """
     actions: list[list[Action]] = [[] for _ in compute]
-    for rank, action in _order_by_end(compute, placement):
-        actions[rank].append(action)
-        message = _message_after(rank, action, placement)
-        if message is not None:
-            send, receive = message
+    for rank, unit in _order_by_end(compute, placement):
+        actions[rank] += unit
+        for send, receive in filter(None, (_message_after(rank, a, placement) for a in unit)):
             actions[rank].append(send)
             assert send.peer is not None
             actions[send.peer].append(receive)
@@ -232,34 +246,35 @@ def _check_sizes(name: str, pipeline_size: int, num_chunks: int, num_microbatche
 
 def _order_by_end(
     compute: Sequence[Sequence[Action]], placement: Placement
-) -> list[tuple[int, Action]]:
+) -> list[tuple[int, tuple[Action, ...]]]:
     """One linear order of all compute actions, by end time; actions of a rank keep theirs."""
+    units = [list(in_units(actions)) for actions in compute]
     end: dict[tuple[Kind, int, int], float] = {}
     clock, position = [0.0] * len(compute), [0] * len(compute)
     timed: list[tuple[float, int, int]] = []
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(compute):
+        for rank, actions in enumerate(units):
             while position[rank] < len(actions):
-                action = actions[position[rank]]
-                needs = [end.get(p) for p in predecessors(rank, action, placement)]
+                unit = actions[position[rank]]
+                needs = [end.get(p) for a in unit for p in predecessors(rank, a, placement)]
                 if None in needs:
                     break
                 clock[rank] = max([clock[rank], *(n for n in needs if n is not None)])
-                clock[rank] += _ORDERING_COST[action.kind]
-                end[produced(rank, action, placement)] = clock[rank]
+                clock[rank] += sum(_ORDERING_COST[action.kind] for action in unit)
+                end |= {produced(rank, action, placement): clock[rank] for action in unit}
                 timed.append((clock[rank], rank, position[rank]))
                 position[rank] += 1
                 progress = True
     stuck = [
-        f"rank {r} at {a[p]}"
-        for r, (a, p) in enumerate(zip(compute, position, strict=True))
+        f"rank {r} at {a[p][0]}"
+        for r, (a, p) in enumerate(zip(units, position, strict=True))
         if p < len(a)
     ]
     if stuck:
         raise ValueError("the schedule waits for itself: " + ", ".join(stuck))
-    return [(rank, compute[rank][index]) for _, rank, index in sorted(timed)]
+    return [(rank, units[rank][index]) for _, rank, index in sorted(timed)]
 
 
 def _message_after(rank: int, action: Action, placement: Placement) -> tuple[Action, Action] | None:

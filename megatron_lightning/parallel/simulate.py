@@ -17,6 +17,7 @@ from megatron_lightning.parallel.actions import (
     Action,
     Kind,
     Placement,
+    by_memory,
     predecessors,
     produced,
 )
@@ -38,6 +39,9 @@ class CostModel:
     """Part of a split backward: gradient of the inputs."""
     weight_grad: float = 1.0
     """Part of a split backward: gradient of the weights."""
+    hidden: float = 0.0
+    """Part of a forward's and a backward's time that they hide of each other where they run side by
+    side, 0 to 1: a pair takes (1 - hidden) times their sum."""
     message: float = 0.0
     """Transfer of one activation or gradient between two ranks."""
     stage_weight: tuple[float, ...] | None = None
@@ -192,20 +196,36 @@ class _Run:
         before = self.position[rank]
         while (action := self._head(rank)) is not None:
             if action.kind in COMPUTE:
-                self._compute(rank, action)
-                self.position[rank] += 1
+                self.position[rank] += self._compute(rank, action)
             elif not self._message(rank, action):
                 break
         return self.position[rank] > before
 
-    def _compute(self, rank: int, action: Action) -> None:
+    def _compute(self, rank: int, action: Action) -> int:
+        """Execute a compute action, or two side by side; how many they were."""
+        unit = self._unit(rank, action)
         start = self.compute_free[rank]
-        for needed in predecessors(rank, action, self.placement):
-            start = max(start, self._available(rank, action, needed))
-        end = start + self.cost.duration(action, self.placement.stage(rank, action.chunk))
-        self.compute_free[rank] = end
-        self.end[produced(rank, action, self.placement)] = end
-        self.spans.append((start, end, rank, action))
+        for each in unit:
+            for needed in predecessors(rank, each, self.placement):
+                start = max(start, self._available(rank, each, needed))
+        factor = 1.0 - self.cost.hidden if len(unit) > 1 else 1.0
+        for each in unit:  # drawn one after the other; both end when the later one does
+            stage = self.placement.stage(rank, each.chunk)
+            end = start + factor * self.cost.duration(each, stage)
+            self.spans.append((start, end, rank, each))
+            start = end
+        self.compute_free[rank] = start
+        self.end |= {produced(rank, each, self.placement): start for each in unit}
+        return len(unit)
+
+    def _unit(self, rank: int, action: Action) -> tuple[Action, ...]:
+        if not action.beside_next:
+            return (action,)
+        position = self.position[rank] + 1
+        other = self.actions[rank][position] if position < len(self.actions[rank]) else None
+        if action.kind is not Kind.B or other is None or other.kind is not Kind.F:
+            raise ScheduleError(f"rank {rank}: {action} is not followed by a forward, but {other}")
+        return action, other
 
     def _available(self, rank: int, action: Action, needed: tuple[Kind, int, int]) -> float:
         """When a compute action's input is on its rank; in list order, it must be there already."""
@@ -265,7 +285,7 @@ def _peak_live(actions: Sequence[Action]) -> int:
     split = {(a.micro_batch, a.chunk) for a in actions if a.kind is Kind.W}
     kept = split | {(a.micro_batch, a.chunk) for a in actions if a.kind is Kind.B}
     live = peak = 0
-    for action in actions:
+    for action in by_memory(actions):
         if action.kind is Kind.F and (action.micro_batch, action.chunk) in kept:
             live += 1
         elif action.kind in (Kind.B, Kind.W):

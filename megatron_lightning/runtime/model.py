@@ -17,6 +17,7 @@ from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
+from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantization import Quantization
 from megatron_lightning.parallel.streams import Streams
@@ -65,6 +66,8 @@ class ParallelModel:
     """Linear layers in low precision; None without any."""
     weight_gradients: WeightGradients | None = field(default=None, init=False)
     """Weight gradients that wait, when the schedule splits backwards."""
+    _accumulators: list[Any] = field(default_factory=list, init=False, repr=False)
+    """What keeps gradients on the main stream where micro-batches have streams of their own."""
 
     @property
     def num_chunks(self) -> int:
@@ -139,8 +142,11 @@ class ParallelModel:
             bucket_size=config.data_parallel.bucket_size,
             overlap=config.data_parallel.overlap_grad_reduce,
             dtype=dtype,
-            streams=self._side_streams(),
+            streams=self._side_streams() if mesh.lanes is None else mesh.lanes.streams,
         )
+        if mesh.lanes is not None:
+            trained = (p for p in self.parameters.values() if p.requires_grad)
+            self._accumulators = hold_accumulators(trained)
         if self.weight_gradients is not None:
             self.weight_gradients.target = self.buckets
         elif config.data_parallel.fuse_weight_gradients:
@@ -198,6 +204,7 @@ class ParallelModel:
         """Remove the buckets with their hooks, so that autograd works on the parameters as usual
         again.
         """
+        self._accumulators = []
         if self.buckets is not None:
             self.buckets.release()
             self.buckets = None

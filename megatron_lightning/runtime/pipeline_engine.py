@@ -4,7 +4,9 @@ The engine knows neither the model nor the schedule: a runner computes a chunk's
 says what happens when (``parallel/schedules.py``). It moves activations and gradients between
 virtual stages, over messages or, between chunks of the same rank, by hand, and calls autograd once
 for each backward. In a split one (I, W) that pass leaves weight gradients of linear layers aside,
-which W computes (``parallel/weight_gradient.py``).
+which W computes (``parallel/weight_gradient.py``). A backward and a forward that the list pairs are
+launched one right after the other into lanes of their own, on CUDA two streams
+(``parallel/lanes.py``).
 
 Memory. Of an output only its place in the graph (``GradientEdge``) is kept for the backward, so
 its storage is freed when it has been sent, unless the graph itself saved it. (Megatron-Core gets
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement
+from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement, in_units
+from megatron_lightning.parallel.lanes import Lanes
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.stage_messages import Arrival, StageMessages, TensorSpec
@@ -77,7 +80,9 @@ class PipelineEngine:
         *,
         v_shaped: bool = False,
         weight_gradients: WeightGradients | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
+        self.lanes = lanes
         self.placement = Placement(axis.size, num_chunks, v_shaped)
         self.weight_gradients = weight_gradients
         self.rank = axis.rank
@@ -115,14 +120,15 @@ class PipelineEngine:
         self._check(actions, signatures, backward)
         self.messages.connect()
         run = _Run(self, runner, signatures, backward=backward, timeline=timeline)
-        last_backward = {a.chunk: i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}
+        last_backward = {a.chunk: a for a in actions if a.kind in (Kind.B, Kind.W)}
         try:
-            for index, action in enumerate(actions):
-                if before_last_backward and last_backward.get(action.chunk) == index:
-                    before_last_backward(action)
-                if before_compute and action.kind in COMPUTE:
-                    before_compute(action)
-                run.execute(action)
+            for unit in in_units(actions):
+                for action in unit:
+                    if before_last_backward and last_backward.get(action.chunk) is action:
+                        before_last_backward(action)
+                    if before_compute and action.kind in COMPUTE:
+                        before_compute(action)
+                run.execute(unit)
             self.messages.drain()
         except BaseException:
             self.sent_specs.clear()  # the peers may not have got what was announced
@@ -145,6 +151,11 @@ class PipelineEngine:
                 raise ValueError(
                     f"action {action}: there are signatures for {len(signatures)} micro-batches; "
                     "build the schedule for that number."
+                )
+            if action.beside_next and self.lanes is None:
+                raise ValueError(
+                    f"action {action}: an engine without lanes runs nothing side by side; give it"
+                    " Lanes, or another schedule."
                 )
         if backward != any(action.kind in (Kind.B, Kind.I) for action in actions):
             raise ValueError(
@@ -173,9 +184,38 @@ class _Run:
         self.kept: dict[Key, _Kept] = {}
         self.output_grads: dict[Key, Arrival] = {}
         self.input_grads: dict[Key, tuple[Tensor, ...]] = {}
+        self.lanes = engine.lanes if backward else None
+        self.lane_of: dict[Key, int] = {}
 
-    def execute(self, action: Action) -> None:
-        """Do one action."""
+    def execute(self, unit: tuple[Action, ...]) -> None:
+        """Do one action, or a backward and a forward side by side."""
+        if self.lanes is None or unit[0].kind not in COMPUTE:
+            for action in unit:
+                self._do(action)
+            return
+        lanes = self._choose_lanes(unit)
+        self.lanes.fork()
+        for action, lane in zip(unit, lanes, strict=True):
+            with self.lanes.lane(lane):
+                self._do(action)
+            if self.timeline is not None:  # which wants each one's own time
+                self.lanes.join()
+                self.lanes.fork()
+        self.lanes.join()
+
+    def _choose_lanes(self, unit: tuple[Action, ...]) -> list[int]:
+        """A backward's is that of its forward; a forward takes the one that its partner leaves."""
+        chosen: list[int] = []
+        for action in unit:
+            key = action.micro_batch, action.chunk
+            if action.kind is Kind.F:
+                self.lane_of[key] = 1 - chosen[0] if chosen else 0
+                chosen.append(self.lane_of[key])
+            else:
+                chosen.append(self.lane_of.pop(key))
+        return chosen
+
+    def _do(self, action: Action) -> None:
         match action.kind:
             case Kind.F:
                 self._forward(action)
@@ -259,9 +299,13 @@ class _Run:
 
     def _wait(self, arrival: Arrival, action: Action) -> tuple[Tensor, ...]:
         if not arrival.works:
-            return arrival.take()
-        with self._span(Category.WAIT, action):
-            return arrival.take()
+            tensors = arrival.take()
+        else:
+            with self._span(Category.WAIT, action):
+                tensors = arrival.take()
+        if self.lanes is not None:
+            self.lanes.use(tensors)
+        return tensors
 
     def _take_input(self, action: Action) -> tuple[Tensor, ...]:
         arrival = self.inputs.pop((action.micro_batch, action.chunk))

@@ -75,12 +75,15 @@ class StepRunner:
         self._buffers = stateful_buffers(module)
         looped = model.num_chunks > 1 and not model.placement.v_shaped
         self._schedule: ScheduleName = "interleaved" if looped else schedule
+        if mesh.lanes is not None:
+            self._schedule = "paired"
         self._engine = PipelineEngine(
             mesh.pp,
             device=mesh.device,
             num_chunks=model.num_chunks,
             v_shaped=model.placement.v_shaped,
             weight_gradients=model.weight_gradients,
+            lanes=mesh.lanes,
         )
         self.loss_scale: Callable[[], float] = _unscaled
         """Factor of losses in their backward passes (float16)."""

@@ -131,6 +131,7 @@ class MeshStrategy(ParallelStrategy):
                 order=tuple(self.config.runtime.axis_order),
                 timeout=timeout,
                 for_experts=for_experts,
+                side_by_side=self.config.expert.overlap_all_to_all,
             )
         self._interrupted = False
         self._guard = RunGuard(self, self.lightning_module.trainer)

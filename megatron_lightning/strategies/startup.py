@@ -335,8 +335,7 @@ def abort_groups(mesh: ParallelMesh) -> None:
     atexit.unregister(end_process_group)
     if mesh.device.type != "cuda":
         return
-    groups = {id(axis.group): axis.group for axis in mesh.axes.values() if axis.group is not None}
-    for group in groups.values():
+    for group in mesh.groups:
         group._get_backend(mesh.device).abort()
 
 
