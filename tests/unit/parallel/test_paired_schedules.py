@@ -89,9 +89,8 @@ def test_written_out() -> None:
 def test_gradients_add_up_in_the_order_of_1f1b(p: int, v: int) -> None:
     """So that sums are bitwise the same."""
     for m in MICROBATCHES:
-        sizes = dict(pipeline_size=p, num_chunks=v, num_microbatches=m)
-        plain = build_schedule("interleaved", **sizes)
-        for one, other in zip(plain, build_schedule("paired", **sizes), strict=True):
+        plain = build_schedule("interleaved", pipeline_size=p, num_chunks=v, num_microbatches=m)
+        for one, other in zip(plain, paired(p, v, m), strict=True):
             assert [a for a in one if a.kind is Kind.B] == [
                 dataclasses.replace(a, beside_next=False) for a in other if a.kind is Kind.B
             ]
