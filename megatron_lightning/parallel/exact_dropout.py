@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.parallel import philox
+from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import Layout, Position, Streams
 
 
@@ -69,7 +70,7 @@ class ExactDropout(Streams):
         if rows is None:
             raise ValueError(
                 f"exact dropout with context_parallel_size={self.mesh.cp.size} needs"
-                " sequence_positions in begin()"
+                " samples that are cut alike, told to begin()"
             )
         return rows
 
@@ -82,16 +83,16 @@ class ExactDropout(Streams):
         )
         yield
 
-    def snapshot(self) -> tuple[Position, Tensor | None]:
+    def snapshot(self) -> tuple[Position, HeldTokens | None]:
         """See `Streams.snapshot`."""
-        return self.position, self.sequence_positions
+        return self.position, self.held
 
     @contextmanager
-    def restored(self, snapshot: tuple[Position, Tensor | None]) -> Iterator[None]:
+    def restored(self, snapshot: tuple[Position, HeldTokens | None]) -> Iterator[None]:
         """See `Streams.restored`."""
         kept = self.snapshot()
-        self.position, self.sequence_positions = snapshot
+        self.position, self.held = snapshot
         try:
             yield
         finally:
-            self.position, self.sequence_positions = kept
+            self.position, self.held = kept

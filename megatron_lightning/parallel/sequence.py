@@ -14,6 +14,24 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldTokens:
+    """Which tokens of a micro-batch's samples a context rank holds."""
+
+    places: Tensor
+    """(1 or B, S/cp) int64: where each stands in its sample; padding stands behind all tokens.
+    One row where samples are cut alike."""
+    length: int
+    """Tokens S of a sample, without padding."""
+    is_padded: bool
+    """Whether any rank holds padding."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """(S/cp,) places where they are those of every sample; else None."""
+        return self.places[0] if len(self.places) == 1 else None
+
+
 @dataclass(frozen=True)
 class SequenceInfo:
     """Lengths of the documents of each sample, in tokens; those of every sample add up to S."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.sequence import HeldTokens
 
 
 class Layout(StrEnum):
@@ -65,7 +66,16 @@ class Streams(ABC):
         self.seed = seed
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.position = Position()
-        self.sequence_positions: Tensor | None = None
+        self.held: HeldTokens | None = None
+        """Tokens that this context rank holds, before they are split by sequence parallelism; None
+        when it holds all of them in order."""
+
+    @property
+    def sequence_positions(self) -> Tensor | None:
+        """(S/cp,) positions in the global sequence of the tokens held; None when they are all, in
+        order, or differ between samples.
+        """
+        return None if self.held is None else self.held.positions
 
     def begin(
         self,
@@ -75,14 +85,9 @@ class Streams(ABC):
         chunk: int = 0,
         *,
         sample_stride: int = 1,
-        sequence_positions: Tensor | None = None,
+        held: HeldTokens | None = None,
     ) -> None:
-        """Set the position in training (see `Position`).
-
-        `sequence_positions`: (S/cp,) positions in the global sequence of the tokens that this
-        context rank holds, before they are split by sequence parallelism; None when it holds all of
-        them in order.
-        """
+        """Set the position in training (see `Position`), and which tokens are seen there."""
         self.position = Position(
             step_index=step_index,
             micro_batch_index=micro_batch_index,
@@ -90,7 +95,7 @@ class Streams(ABC):
             sample_stride=sample_stride,
             chunk=chunk,
         )
-        self.sequence_positions = sequence_positions
+        self.held = held
 
     def is_split(self, layout: Layout) -> bool:
         """True when tensor ranks hold different parts of such an activation."""
@@ -100,20 +105,28 @@ class Streams(ABC):
         """Positions in the global sequence of the `local` rows of an activation, (local,) int64;
         None where context ranks hold parts that were not told to `begin`.
         """
+        places = self.sample_rows(local, layout, device)
+        return places[0] if places is not None and len(places) == 1 else None
+
+    def sample_rows(self, local: int, layout: Layout, device: torch.device) -> Tensor | None:
+        """(1 or B, local) int64 places in their samples of the `local` rows of an activation; None
+        where context ranks hold parts that were not told to `begin`.
+        """
         split = self.sequence_parallel and layout is Layout.HIDDEN
         whole = local * (self.mesh.tp.size if split else 1)
-        positions = self.sequence_positions
-        if positions is None:
-            if self.mesh.cp.size > 1:
-                return None
-            positions = torch.arange(whole, device=device)
-        if len(positions) != whole:
+        if self.held is not None:
+            places = self.held.places
+        elif self.mesh.cp.size > 1:
+            return None
+        else:
+            places = torch.arange(whole, device=device).unsqueeze(0)
+        if places.shape[1] != whole:
             raise ValueError(
-                f"{len(positions)} sequence positions were given for {whole} tokens of this context"
-                " rank"
+                f"{places.shape[1]} sequence positions were given for {whole} tokens of this"
+                " context rank"
             )
         start = self.mesh.tp.rank * local if split else 0
-        return positions[start : start + local].to(device=device, dtype=torch.int64)
+        return places[:, start : start + local].to(device=device, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
         """A copied network (weight averaging makes some) draws from the same source."""
@@ -199,7 +212,7 @@ class DropoutStreams(Streams):
         chunk: int = 0,
         *,
         sample_stride: int = 1,
-        sequence_positions: Tensor | None = None,
+        held: HeldTokens | None = None,
     ) -> None:
         """See `Streams.begin`."""
         super().begin(
@@ -208,7 +221,7 @@ class DropoutStreams(Streams):
             sample_offset,
             chunk,
             sample_stride=sample_stride,
-            sequence_positions=sequence_positions,
+            held=held,
         )
         self._seed()
         if self.seed_default_generator:
@@ -246,12 +259,12 @@ class DropoutStreams(Streams):
             stream.set_state(default.get_state())
             default.set_state(kept)
 
-    def snapshot(self) -> tuple[Tensor, Tensor]:
+    def snapshot(self) -> tuple[Tensor, Tensor, HeldTokens | None]:
         """See `Streams.snapshot`."""
-        return self._whole.get_state(), self._split.get_state()
+        return self._whole.get_state(), self._split.get_state(), self.held
 
     @contextmanager
-    def restored(self, snapshot: tuple[Tensor, Tensor]) -> Iterator[None]:
+    def restored(self, snapshot: tuple[Tensor, Tensor, HeldTokens | None]) -> Iterator[None]:
         """See `Streams.restored`."""
         kept = self.snapshot()
         self._set(snapshot)
@@ -260,9 +273,10 @@ class DropoutStreams(Streams):
         finally:
             self._set(kept)
 
-    def _set(self, states: tuple[Tensor, Tensor]) -> None:
+    def _set(self, states: tuple[Tensor, Tensor, HeldTokens | None]) -> None:
         self._whole.set_state(states[0])
         self._split.set_state(states[1])
+        self.held = states[2]
 
     def _generator(self, layout: Layout) -> torch.Generator:
         return self._split if self.is_split(layout) else self._whole

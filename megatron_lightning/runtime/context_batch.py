@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_lightning.parallel.collectives import all_gather
 from megatron_lightning.parallel.context_slices import local_index, padded_length
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.sequence import SequenceInfo
+from megatron_lightning.parallel.sequence import HeldTokens, SequenceInfo
 from megatron_lightning.runtime.batch import MicroBatch
 
 SEQUENCE_DIMS: Mapping[str, int | None] = {
@@ -47,9 +47,8 @@ class ContextPart:
     share: Tensor
     """Its part of the micro-batch's tokens with a loss, a 0-dim float32 tensor; the shares of a
     context axis add up to 1."""
-    positions: Tensor | None
-    """(S/cp,) which tokens of the whole sequence it holds; None where samples are packed
-    differently."""
+    held: HeldTokens
+    """Which tokens of the whole samples it holds."""
     restore: Tensor
     """(1 or B, S) where each token of the whole sequence lies in the parts of all ranks, joined."""
     axis: MeshAxis
@@ -121,7 +120,11 @@ class ContextSlicer:
             cut["cu_seqlens"] = padded.cu_seqlens(device)
         part = ContextPart(
             share=_share(data, cut, own, length, self._axis.size),
-            positions=_placed(own[0], length) if len(own) == 1 else None,
+            held=HeldTokens(
+                places=_placed(own, length),
+                length=length,
+                is_padded=own.shape[1] * self._axis.size > length,
+            ),
             restore=_restore(sources, length),
             axis=self._axis,
             local_length=own.shape[1],
@@ -243,8 +246,10 @@ def _position_ids(own: Tensor, length: int, packed: SequenceInfo | None) -> Tens
 
 
 def _placed(own: Tensor, length: int) -> Tensor:
-    """Positions with padding put after the sequence, so that no two tokens share one."""
-    after = torch.arange(len(own), device=own.device) + length
+    """(1 or B, S/cp): places with padding put after the sequence, so that no two tokens share
+    one.
+    """
+    after = torch.arange(own.shape[1], device=own.device) + length
     return torch.where(own < 0, after, own)
 
 

@@ -20,6 +20,7 @@ from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantization import Quantization
+from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.expert_balance import ExpertBalance
@@ -80,7 +81,7 @@ class ParallelModel:
         micro_batch: int,
         first_sample: int,
         chunk: int,
-        sequence_positions: Tensor | None = None,
+        held: HeldTokens | None = None,
     ) -> None:
         """Set dropout streams to the position of this forward."""
         if self.streams is not None:
@@ -89,13 +90,13 @@ class ParallelModel:
                 micro_batch,
                 first_sample,
                 chunk,
-                sequence_positions=sequence_positions,
+                held=held,
             )
 
-    def begin_evaluation(self, sequence_positions: Tensor | None = None) -> None:
+    def begin_evaluation(self, held: HeldTokens | None = None) -> None:
         """Say which tokens of the sequence the forward of a step without training sees."""
         if self.streams is not None:
-            self.streams.sequence_positions = sequence_positions
+            self.streams.held = held
 
     def run_chunk(
         self, chunk: int, carried: Carried | None, step: Callable[[], Any]

@@ -16,6 +16,7 @@ from torch import nn
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.layers.dropout import Dropout, Jitter
+from megatron_lightning.layers.moe import Router
 from megatron_lightning.layers.staged import LayerGroups, StagedNetwork
 from megatron_lightning.parallel.offload import Offloaded
 from megatron_lightning.parallel.recompute import (
@@ -48,7 +49,7 @@ def apply_recompute(
         network.layer_groups = None
     if config.mode == "none" and not config.offload:
         return
-    recomputed = Recomputed(streams if _drops(network) else None)
+    recomputed = Recomputed(streams if _asks(network, streams) else None)
     offloaded = Offloaded(device, min_bytes=config.offload_min_bytes) if config.offload else None
     if _has_groups(config):
         assert isinstance(network, StagedNetwork)
@@ -62,10 +63,14 @@ def apply_recompute(
             add_region(layer, offloaded)
 
 
-def _drops(network: nn.Module) -> bool:
-    """Whether any mask is drawn from the streams."""
-    modules = network.modules()
-    return any(isinstance(module, (Dropout, Jitter)) and module.draws for module in modules)
+def _asks(network: nn.Module, streams: Streams | None) -> bool:
+    """Whether any mask is drawn from the streams, or a router asks them which tokens it has."""
+    parts = streams is not None and streams.mesh.cp.size > 1
+    return any(
+        (parts and isinstance(module, Router))
+        or (isinstance(module, (Dropout, Jitter)) and module.draws)
+        for module in network.modules()
+    )
 
 
 def _recomputed_modules(

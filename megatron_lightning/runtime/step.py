@@ -197,16 +197,16 @@ class _Stage(StageRunner):
         """Run one chunk on one micro-batch; on the last chunk, the weighted loss."""
         batch = self._micro_batches[micro_batch]
         self._recorder.begin_micro_batch()
-        positions = None if batch.context is None else batch.context.positions
+        held = None if batch.context is None else batch.context.held
         if self._position is None:
-            self._runner.model.begin_evaluation(positions)
+            self._runner.model.begin_evaluation(held)
         else:
             self._runner.model.begin_forward(
                 self._position.batch_index,
                 micro_batch,
                 self._first_sample(micro_batch),
                 chunk,
-                positions,
+                held,
             )
             if self._runner.model.expert_balance is not None:
                 weight = batch.share if batch.num_loss_tokens is None else batch.num_loss_tokens

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lightning.layers.moe.tokens import RoutedTokens
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.mesh import MeshAxis
 
@@ -72,9 +73,10 @@ def balance_loss_of_shares(scores: Tensor, share: Tensor, num_tokens: int) -> Te
     return scores.shape[-1] * (mean_score * share).sum(-1).mean()
 
 
-def z_loss(logits: Tensor, num_tokens: int) -> Tensor:
-    """Mean squared log-sum-exp over the `num_tokens` tokens of all ranks, this rank's part."""
-    return torch.logsumexp(logits, dim=-1).square().sum() / num_tokens
+def z_loss(logits: Tensor, tokens: RoutedTokens) -> Tensor:
+    """Mean squared log-sum-exp over the tokens of all ranks, this rank's part."""
+    squares = torch.logsumexp(logits, dim=-1).square()
+    return tokens.without_padding(squares).sum() / tokens.num_tokens
 
 
 def summed(tokens: Tensor, axis: MeshAxis) -> Tensor:

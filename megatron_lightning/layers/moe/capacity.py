@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.config.moe import MoEConfig
+from megatron_lightning.layers.moe.tokens import RoutedTokens
 from megatron_lightning.parallel.collectives import all_gather
 from megatron_lightning.parallel.mesh import MeshAxis
 
@@ -18,18 +19,20 @@ from megatron_lightning.parallel.mesh import MeshAxis
 def over_capacity(
     probs: Tensor,
     experts: Tensor,
-    places: Tensor | None,
+    tokens: RoutedTokens,
     config: MoEConfig,
     capacity: int,
     axis: MeshAxis,
 ) -> Tensor:
-    """(T, K) probabilities and experts of this rank's tokens -> (T, K) bool, True where dropped.
+    """(T, K) probabilities and experts of this rank's tokens -> (T, K) bool, True where dropped
+    or no token.
 
     By probability an expert keeps the largest, of equal ones the earlier; by position the first
-    tokens. `places`: (T,) int64, where each token stands among those of all ranks of the axis;
-    None: tokens of later ranks come later.
+    tokens.
     """
     local, topk = experts.shape
+    places = tokens.places
+    experts = tokens.without_padding(experts, config.num_experts)
     probs, experts = all_gather(probs, axis, 0), all_gather(experts, axis, 0)  # (T_all, K)
     expert = experts.flatten()
     order = torch.arange(len(expert), device=expert.device)
@@ -39,8 +42,8 @@ def over_capacity(
         order = order[probs.flatten()[order].argsort(descending=True, stable=True)]
     order = order[expert[order].argsort(stable=True)]  # by expert, best first
     sorted_by = expert[order]
-    first = torch.searchsorted(sorted_by, torch.arange(config.num_experts, device=order.device))
+    first = torch.searchsorted(sorted_by, torch.arange(config.num_experts + 1, device=order.device))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device) - first[sorted_by]
-    dropped = (place >= capacity).view_as(experts)
+    dropped = (place >= capacity).view_as(experts) | (experts == config.num_experts)
     return dropped.narrow(0, axis.rank * local, local)

@@ -31,6 +31,7 @@ from megatron_lightning.layers.moe.routing import (
     sinkhorn,
 )
 from megatron_lightning.layers.moe.statistics import RouterStatistics, is_recomputation
+from megatron_lightning.layers.moe.tokens import RoutedTokens
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.random import Constant, Initial, Normal
 
@@ -102,30 +103,32 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> Routing:
         """(S, B, H) -> experts and weights (T, K), token t = s * B + b."""
-        batch = hidden.shape[1]
+        tokens = RoutedTokens.of(
+            hidden,
+            self.jitter.stream,
+            self.tokens_axis,
+            with_places=self.config.capacity_factor is not None,
+        )
         logits = self.logits(hidden)  # (T, E)
         if self.config.load_balancing == "forced":
             experts = evenly(len(logits), self.config, logits.device)  # (T, K)
         else:
-            experts = choose(self.selection(logits.detach()), self.config)
+            experts = choose(self.selection(logits.detach(), tokens.padding), self.config)
         probs = probabilities(logits, experts, self.config)
         if self.training and torch.is_grad_enabled():
-            probs, aux, z = self._with_losses(probs, logits, experts, batch)
+            probs, aux, z = self._with_losses(probs, logits, experts, tokens)
         else:
             aux = z = None
-        dropped = self._dropped(probs.detach(), experts, batch)
-        if self.training and torch.is_grad_enabled() and not is_recomputation():
-            self.statistics.add(
-                tokens=count(experts.flatten(), self.config.num_experts),
-                num_tokens=len(experts),
-                dropped=dropped,
-                scores=balance_scores(logits.detach(), self.config),
-                aux_loss=aux,
-                z_loss=z,
+        capacity = self.config.capacity(tokens.num_tokens)
+        dropped = None
+        if capacity is not None:
+            dropped = over_capacity(
+                probs.detach(), experts, tokens, self.config, capacity, self.tokens_axis
             )
-        capacity = None
-        if self.config.pad_to_capacity:
-            capacity = self.config.capacity(len(experts) * self.tokens_axis.size)
+        if self.training and torch.is_grad_enabled() and not is_recomputation():
+            self._count(logits.detach(), experts, dropped, tokens, aux, z)
+        if not self.config.pad_to_capacity:
+            capacity = None
         return Routing(probs=probs, experts=experts, dropped=dropped, capacity=capacity)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -136,65 +139,69 @@ class Router(nn.Module):
         return exact_linear(hidden.flatten(0, 1), self.weight, self.bias, dtype)
 
     @torch.no_grad()
-    def selection(self, logits: Tensor) -> Tensor:
-        """(T, E) logits -> values by which experts are chosen, larger is better; before groups."""
+    def selection(self, logits: Tensor, padding: Tensor | None = None) -> Tensor:
+        """(T, E) logits -> values by which experts are chosen, larger is better; before groups.
+        `padding`: (T,) bool, rows that are no tokens.
+        """
         config = self.config
         if config.load_balancing == "sinkhorn" and self.training:
-            return sinkhorn(logits, self.tokens_axis)
+            return sinkhorn(logits, self.tokens_axis, padding)
         if config.router_score_function == "softmax" and not config.router_pre_softmax:
             return logits
         scores = scores_of(logits, config)
         return scores if self.expert_bias is None else scores + self.expert_bias
 
     def _with_losses(
-        self, probs: Tensor, logits: Tensor, experts: Tensor, batch: int
+        self, probs: Tensor, logits: Tensor, experts: Tensor, tokens: RoutedTokens
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`probs` that carry the losses' gradients, and the losses."""
         config, weight = self.config, self.weight_of_losses.value
         aux = z = None
         if config.aux_loss_coeff > 0:
-            aux = config.aux_loss_coeff * self._balance_loss(logits, experts, batch)
+            aux = config.aux_loss_coeff * self._balance_loss(logits, experts, tokens)
             probs = attach_loss(probs, aux, weight)
         if config.z_loss_coeff > 0:
-            z = config.z_loss_coeff * z_loss(logits, len(logits) * self.tokens_axis.size)
+            z = config.z_loss_coeff * z_loss(logits, tokens)
             probs = attach_loss(probs, z, weight)
         return probs, aux, z
 
-    def _balance_loss(self, logits: Tensor, experts: Tensor, batch: int) -> Tensor:
-        config, axis = self.config, self.tokens_axis
-        scores = balance_scores(logits, config)  # (T, E)
-        num_tokens = len(scores) * axis.size
+    def _balance_loss(self, logits: Tensor, experts: Tensor, tokens: RoutedTokens) -> Tensor:
+        config, axis, num_tokens = self.config, self.tokens_axis, tokens.num_tokens
+        scores = tokens.without_padding(balance_scores(logits, config))  # (T, E)
         if config.load_balancing == "global_aux_loss":
             assert self.expert_share is not None
             share = self.expert_share.to(scores.dtype)
             return balance_loss_of_shares(scores, share, num_tokens)
         if config.expert_bias or config.router_num_groups > 1:
             experts = scores.detach().topk(config.router_topk, dim=-1).indices
-        chosen = chosen_mask(experts, config.num_experts)
+        chosen = tokens.without_padding(chosen_mask(experts, config.num_experts))
         if config.load_balancing == "aux_loss":
-            tokens = summed(chosen.sum(0), axis)
-            return balance_loss(scores, tokens, num_tokens, config.router_topk)
-        by_sample = (-1, batch)
-        tokens = summed(chosen.unflatten(0, by_sample).sum(0), axis)  # (B, E)
-        return balance_loss(
-            scores.unflatten(0, by_sample), tokens, num_tokens // batch, config.router_topk
+            load = summed(chosen.sum(0), axis)
+            return balance_loss(scores, load, num_tokens, config.router_topk)
+        by_sample = (-1, tokens.num_samples)
+        load = summed(chosen.unflatten(0, by_sample).sum(0), axis)  # (B, E)
+        length = num_tokens // tokens.num_samples
+        return balance_loss(scores.unflatten(0, by_sample), load, length, config.router_topk)
+
+    def _count(
+        self,
+        logits: Tensor,
+        experts: Tensor,
+        dropped: Tensor | None,
+        tokens: RoutedTokens,
+        aux: Tensor | None,
+        z: Tensor | None,
+    ) -> None:
+        num_experts = self.config.num_experts
+        sent = tokens.without_padding(experts, num_experts).flatten()
+        self.statistics.add(
+            tokens=count(sent, num_experts + 1)[:num_experts],
+            num_tokens=len(experts) if tokens.padding is None else (~tokens.padding).sum(),
+            dropped=None if dropped is None else tokens.without_padding(dropped),
+            scores=tokens.without_padding(balance_scores(logits, self.config)),
+            aux_loss=aux,
+            z_loss=z,
         )
-
-    def _dropped(self, probs: Tensor, experts: Tensor, batch: int) -> Tensor | None:
-        capacity = self.config.capacity(len(probs) * self.tokens_axis.size)
-        if capacity is None:
-            return None
-        places = self._places(len(probs) // batch, batch, probs.device)
-        return over_capacity(probs, experts, places, self.config, capacity, self.tokens_axis)
-
-    def _places(self, length: int, batch: int, device: torch.device) -> Tensor | None:
-        """Of tokens t = s * B + b among those of the whole sequence; None where not known."""
-        stream = self.jitter.stream
-        if self.tokens_axis.size == 1 or stream is None:
-            return None
-        rows = stream.sequence_rows(length, self.jitter.layout, device)  # (S,)
-        sample = torch.arange(batch, device=device)
-        return None if rows is None else (rows.unsqueeze(1) * batch + sample).flatten()
 
     def extra_repr(self) -> str:
         """Sizes and choices."""

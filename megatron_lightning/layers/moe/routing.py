@@ -70,16 +70,20 @@ def evenly(num_tokens: int, config: MoEConfig, device: torch.device) -> Tensor:
     return (token + choice) % config.num_experts
 
 
-def sinkhorn(logits: Tensor, axis: MeshAxis) -> Tensor:
+def sinkhorn(logits: Tensor, axis: MeshAxis, padding: Tensor | None = None) -> Tensor:
     """(T, E) logits -> log of a matrix whose rows have equal sums, and whose columns have.
 
-    The tokens of all ranks of `axis` are rows of one matrix. A fixed number of iterations, so that
+    The tokens of all ranks of `axis` are rows of one matrix, without those that `padding` (T,) bool
+    marks. A fixed number of iterations, so that
     every layout does the same and the host waits for nothing.
     """
     across = torch.zeros(logits.shape[1], dtype=logits.dtype, device=logits.device)
     for _ in range(SINKHORN_ITERATIONS):
         down = -torch.logsumexp(logits + across, dim=1, keepdim=True)  # (T, 1)
-        across = -_log_sum_rows(logits + down, axis)  # (E,)
+        scaled = logits + down
+        if padding is not None:
+            scaled = scaled.masked_fill(padding.unsqueeze(1), -torch.inf)
+        across = -_log_sum_rows(scaled, axis)  # (E,)
     return logits + down + across
 
 

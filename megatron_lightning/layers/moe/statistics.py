@@ -75,7 +75,7 @@ class RouterStatistics:
         self,
         *,
         tokens: Tensor,
-        num_tokens: int,
+        num_tokens: int | Tensor,
         dropped: Tensor | None,
         scores: Tensor,
         aux_loss: Tensor | None,

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lightning.layers.dropout import Dropout, apply_random
 from megatron_lightning.parallel.exact_dropout import ExactDropout
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import DropoutStreams, Layout, Streams
 
 
@@ -102,7 +103,8 @@ def test_exact_masks_of_heads_and_given_sequence_positions() -> None:
     streams.begin(0, 0, 0)
     by_head, by_token = network.heads(probabilities), network.layers["0"](hidden)
     positions = torch.tensor([0, 1, 6, 7])
-    streams.begin(0, 0, 0, sequence_positions=positions)
+    held = HeldTokens(places=positions.unsqueeze(0), length=8, is_padded=False)
+    streams.begin(0, 0, 0, held=held)
     assert torch.equal(network.heads(probabilities[:, :, :4]), by_head[:, :, positions])
     assert torch.equal(network.layers["0"](hidden[:4]), by_token[positions])
     with pytest.raises(ValueError, match="4 sequence positions were given for 8 tokens"):

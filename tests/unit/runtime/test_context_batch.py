@@ -73,7 +73,7 @@ def test_padding_lies_outside_the_loss() -> None:
     assert parts[0].data["loss_mask"][0].tolist() == [1, 1, 0, 0]
     assert parts[0].data["position_ids"].tolist() == [[0, 1, 0, 0]]
     assert [float(part.context.share) for part in parts] == pytest.approx([2 / 6, 4 / 6])
-    assert parts[0].context.positions.tolist() == [0, 1, 8, 9]  # none is another token's
+    assert parts[0].context.held.positions.tolist() == [0, 1, 8, 9]  # none is another token's
 
 
 def test_the_local_length_divides_by_tensor_ranks() -> None:
@@ -90,7 +90,7 @@ def test_samples_that_are_packed_differently() -> None:
     assert parts[0].data["cu_seqlens"].tolist() == [[0, 4, 12], [0, 8, 12]]
     assert parts[0].data["tokens"].tolist() == [[0, 0, 3, 4, 0, 0], [0, 1, 6, 7, 0, 0]]
     assert parts[0].data["position_ids"].tolist() == [[0, 0, 0, 1, 0, 0], [0, 1, 6, 7, 0, 0]]
-    assert parts[0].context.positions is None
+    assert parts[0].context.held.positions is None
     for part in parts:
         counted = part.data["loss_mask"] == 1
         assert torch.equal(part.data["labels"][counted], part.data["tokens"][counted] + 1)
@@ -107,7 +107,7 @@ def test_parts_make_up_the_whole(size: int, length: int) -> None:
     parts = [cut(data, size, rank) for rank in range(size)]
     joined = torch.cat([part.data["tokens"] for part in parts], dim=1)
     assert torch.equal(joined.index_select(1, parts[0].context.restore[0]), data["tokens"])
-    positions = torch.cat([part.context.positions for part in parts])
+    positions = torch.cat([part.context.held.positions for part in parts])
     assert positions.unique().numel() >= length
 
 

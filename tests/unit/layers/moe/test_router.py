@@ -12,6 +12,7 @@ from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.layers.moe import Router, Routing
 from megatron_lightning.layers.moe.exact_linear import exact_linear
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.sequence import HeldTokens
 
 S, B, H, E, K = 7, 3, 16, 8, 4
 
@@ -236,7 +237,8 @@ def test_exact_jitter_depends_on_sample_and_position_alone() -> None:
     streams.begin(0, 1, 11)  # the second sample, as a micro-batch of its own
     alone = router.logits(hidden[:, 1:2]).unflatten(0, (S, 1))
     torch.testing.assert_close(alone, whole[:, 1:2])
-    streams.begin(0, 0, 10, sequence_positions=torch.tensor([4, 5, 6]))
+    places = torch.tensor([[4, 5, 6]])
+    streams.begin(0, 0, 10, held=HeldTokens(places=places, length=S, is_padded=False))
     part = router.logits(hidden[4:]).unflatten(0, (3, B))
     torch.testing.assert_close(part, whole[4:])
 
