@@ -51,6 +51,7 @@ _PIPELINE = {
     "virtual_pipeline_size": "virtual_pipeline_size",
     "pipeline_layout": "layout",
 }
+_EXPERT = {"dispatcher": "dispatcher", "overlap_all_to_all": "overlap_all_to_all"}
 _DATA = {"sharding": "sharding", "replicas": "replicas", "offload_optimizer": "offload_optimizer"}
 _RECOMPUTE = {
     "recompute": "mode",
@@ -136,7 +137,7 @@ def _parallel(base: ParallelConfig, given: dict[str, Any]) -> ParallelConfig:
         data_parallel=changed(base.data_parallel, _DATA),
         recompute=changed(base.recompute, _RECOMPUTE),
         context=changed(base.context, {"context_form": "form"}),
-        expert=changed(base.expert, {"dispatcher": "dispatcher"}),
+        expert=changed(base.expert, _EXPERT),
         runtime=runtime,
     )
 
@@ -168,6 +169,7 @@ def _parser() -> Parser:
     group.add_argument("--pipeline-layout", metavar="STAGES", help='e.g. "Et*3|t*4|t*2L"')
     group.add_argument("--context-form", metavar="FORM")
     group.add_argument("--dispatcher", choices=get_args(DispatcherName), help="of experts")
+    group.add_argument("--overlap-all-to-all", action=argparse.BooleanOptionalAction)
     group.add_argument("--sharding", choices=get_args(ShardingName))
     group.add_argument("--replicas", type=int, metavar="N")
     group.add_argument("--offload-optimizer", action=argparse.BooleanOptionalAction)

@@ -63,6 +63,21 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("even load" in note for note in dealt["notes"])
 
 
+def test_pairs_of_a_backward_and_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bubble of 1F1B, for more activations."""
+    options = f"{TINY} --expert-parallel-size 2 --micro-batch-size 1"
+    for pipeline in ("", " --pipeline-parallel-size 2"):
+        plain = plan(capsys, options + pipeline)
+        paired = plan(capsys, f"{options}{pipeline} --overlap-all-to-all")
+        for name in ("bubble_fraction", "bubble_fraction_equal_stages"):
+            assert paired["pipeline"][name] == pytest.approx(plain["pipeline"][name])
+        live = plain["pipeline"]["peak_live_activations"]
+        assert paired["pipeline"]["peak_live_activations"] == [2 * n for n in live]
+        for one, two in zip(paired["memory"]["ranks"], plain["memory"]["ranks"], strict=True):
+            assert one["activations"] > two["activations"]
+    assert "tokens don't travel" in refusal(capsys, f"{TINY} --overlap-all-to-all")
+
+
 def test_wrong_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not divide the 8 experts" in refusal(
         capsys, "--preset tiny-moe --gpus 6 --expert-parallel-size 3"
