@@ -17,6 +17,8 @@ from megatron_lightning.precision.formats import FP8_MAX, power_of_two_scale
 from megatron_lightning.precision.operands import Reduce, Role, TensorRecipe, largest
 
 ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
+_STEP = 4
+"""Float32 numbers from one scale to the next: cuBLAS wants each at a multiple of 16 bytes."""
 
 
 class DelayedScaling:
@@ -38,8 +40,8 @@ class DelayedScaling:
         self.amax = torch.zeros(len(self.names), len(ROLES), device=device)
         """Largest values of this window so far: (layers, roles)."""
         self.scales = torch.ones_like(self.amax)
-        self.inverses = torch.ones_like(self.amax)
-        """1 / scale."""
+        self.inverses = torch.ones(*self.amax.shape, _STEP, device=device)[..., 0]
+        """1 / scale; each at an address that products take."""
         self.history = torch.zeros(*self.amax.shape, length, device=device)
         """Largest values of past windows, the last one first: (layers, roles, length)."""
         self.has_history = False

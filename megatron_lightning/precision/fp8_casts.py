@@ -1,5 +1,9 @@
 """Largest values, scales and casts of matrices that FP8 products take: by Triton kernels on CUDA,
 by plain torch elsewhere (and where triton is missing), with the same results.
+
+Casts of float32 are left to plain torch: from it, tiles change threads as bytes, after the cast,
+which Triton 3.6 gets wrong on compute capability 9.0 (every other pair of rows of a transpose holds
+what lay in the registers before); those of 16-bit numbers change threads before.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from megatron_lightning.utils.logging import is_installed
 
 _MULTIPLE = 16
 """What the summed dim of a product must be a multiple of."""
+_HALF = 2
+"""Bytes of bfloat16 and float16."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -29,6 +35,10 @@ def _has_triton() -> bool:
 
 def _by_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.element_size() <= 4 and _has_triton()
+
+
+def _casts_by_kernel(x: Tensor) -> bool:
+    return _by_kernel(x) and x.element_size() == _HALF
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -70,7 +80,7 @@ def cast_both(
     """
     itself, transposed = wanted
     rows = x.shape[0] + -x.shape[0] % _MULTIPLE
-    if _by_kernel(x):
+    if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8
 
         return fp8.cast_both(
@@ -97,7 +107,7 @@ def cast_rows(x: Tensor, scale: Tensor, name: str) -> Tensor:
     multiple of 16.
     """
     columns = x.shape[1] + -x.shape[1] % _MULTIPLE
-    if _by_kernel(x):
+    if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8
 
         return fp8.cast_rows(x, scale, FP8_DTYPES[name], FP8_MAX[name], columns)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from megatron_lightning.callbacks import SanityChecks
-from megatron_lightning.config import DataParallelConfig, LossScaleConfig
+from megatron_lightning.config import DataParallelConfig, LossScaleConfig, MoEConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.models.gpt import GPTModel
@@ -196,6 +196,23 @@ def test_losses_are_those_of_float32() -> None:
     for got, want in zip(half["losses"], whole["losses"], strict=True):
         assert got == pytest.approx(want, rel=5e-3)
     assert half["norms"][0] == pytest.approx(whole["norms"][0], rel=1e-2)
+
+
+@pytest.mark.parametrize("losses", [{"aux_loss_coeff": 5.0}, {"z_loss_coeff": 1.0}])
+def test_losses_of_routers_are_scaled_too(losses: dict[str, float]) -> None:
+    """The gradient norm of the first step is float32's, for which these losses matter much."""
+    from tests.layout_runs import train
+
+    def run(**moe: float) -> Run:
+        options = MoEConfig(**{"num_experts": 4, "ffn_hidden_size": 48, "aux_loss_coeff": 0, **moe})  # type: ignore[arg-type]
+        return Run(config=tiny_config(moe=options), steps=1, keep_gradients=())
+
+    half = run_ranks_fresh(fit, 1, run(**losses), None)[0]
+    whole = run_ranks_fresh(train, 1, run(**losses))[0]
+    without = run_ranks_fresh(train, 1, run())[0]
+    assert half["scales"] == [1024]
+    assert half["norms"][0] == pytest.approx(whole["norms"][0], rel=1e-2)
+    assert abs(without["norms"][0] / whole["norms"][0] - 1) > 0.1
 
 
 def fit_without_a_plan(rank: int, world_size: int, run: Run) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Largest values, scales and casts to FP8, one pass over memory each.
 
-A cast writes a matrix and its transpose at once, since products read both along their summed dim.
+A cast writes a matrix and its transpose at once, since products read both along their summed dim;
+it takes 16-bit numbers, see `fp8_casts`.
 """
 
 # Triton is optional, and a kernel is indexed by its grid.
