@@ -3,11 +3,14 @@ CPU bitwise that of the same layout without.
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
+from megatron_lightning.callbacks import StepTimeline
 from megatron_lightning.config import (
     DataParallelConfig,
     ExpertConfig,
@@ -17,11 +20,19 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import ConfigurationError
+from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel import expert
 from megatron_lightning.parallel.mesh import LanedAxis, ParallelMesh
 from tests.distributed.test_bad_input import trainer
 from tests.harness import run_ranks, run_ranks_fresh
-from tests.layout_runs import Run, assert_same_training, tiny_config, train
+from tests.layout_runs import (
+    Batches,
+    Run,
+    assert_same_training,
+    make_strategy,
+    tiny_config,
+    train,
+)
 
 PAIRED = ExpertConfig(overlap_all_to_all=True)
 MOE = MoEConfig(
@@ -92,6 +103,40 @@ def test_training_is_that_of_one_process_and_bitwise_that_without(layout: str) -
             got, want = assemble_own(one["gradients"][step]), assemble_own(gradients)
             assert got.keys() == want.keys()
             assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def watched(rank: int, world_size: int, run: Run, directory: str) -> list[tuple[Any, ...]]:
+    """Of each watched step: actions of this rank's pipeline rank, times, and the simulated peak."""
+    callback = StepTimeline(1, directory=directory)
+    L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=make_strategy(run.layout),
+        callbacks=[callback],
+        max_steps=2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(GPTModel(run.config), Batches(run))
+    return [
+        (
+            [span.name for span in report.ranks[rank].computing],
+            min(report.idle_seconds(each) for each in report.ranks),
+            report.simulated.peak_live_activations if report.simulated else None,
+        )
+        for report in callback.reports
+    ]
+
+
+@pytest.mark.slow
+def test_a_watched_step_gives_each_of_a_pair_its_time(tmp_path: Path) -> None:
+    reports = run_ranks_fresh(watched, 4, run_of(PP2 | dict(expert=PAIRED)), str(tmp_path))[0]
+    [(names, idle, live)] = reports
+    assert names == ["F0.0", "F1.0", "F2.0", "B0.0&", "F3.0", "B1.0", "B2.0", "B3.0"]
+    assert idle >= 0  # no time was counted twice
+    assert live == (4, 2)
 
 
 def assemble_own(gradients: dict[str, Any]) -> dict[Any, Any]:

@@ -1,11 +1,14 @@
 """1F1B in pairs of a backward and a forward: order, deadlock, bubble, activations, hidden time."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, by_memory, in_units
+from megatron_lightning.parallel.lanes import Lanes
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.schedules import build_schedule
 from megatron_lightning.parallel.simulate import CostModel, ScheduleError, simulate
@@ -129,3 +132,75 @@ def test_an_engine_without_lanes_refuses_pairs() -> None:
     engine = PipelineEngine(MeshAxis(name="pp"), 1, torch.device("cpu"))
     with pytest.raises(ValueError, match="B0.0&: an engine without lanes"):
         engine.run(paired(1, 1, 2)[0], None, signatures=[0, 0], backward=True)  # type: ignore[arg-type]
+
+
+class NotedLanes(Lanes):
+    """Lanes that note what is asked of them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.notes: list[str] = []
+
+    def fork(self) -> None:
+        self.notes.append("fork")
+
+    def join(self) -> None:
+        self.notes.append("join")
+
+
+class NotingRunner:
+    """Notes in which lane each forward runs, and each backward."""
+
+    def __init__(self, lanes: NotedLanes) -> None:
+        self.lanes = lanes
+        self.weight = torch.ones((), requires_grad=True)
+
+    def forward(self, micro_batch: int, chunk: int, received: Any) -> Tensor:
+        lanes, name = self.lanes, f"{micro_batch}.{chunk}"
+        lanes.notes.append(f"F{name} in {lanes.number}")
+        value = self.weight * 2 if received is None else received[0] * self.weight
+        if value.requires_grad:
+            value.register_hook(lambda grad: lanes.notes.append(f"B{name} in {lanes.number}"))
+        return value
+
+
+def notes_of(num_chunks: int, num_microbatches: int, *, backward: bool = True) -> list[str]:
+    lanes = NotedLanes()
+    runner = NotingRunner(lanes)
+    engine = PipelineEngine(MeshAxis(name="pp"), num_chunks, torch.device("cpu"), lanes=lanes)
+    actions = paired(1, num_chunks, num_microbatches, forward_only=not backward)[0]
+    signatures = [0] * num_microbatches
+    engine.run(actions, runner, signatures=signatures, backward=backward)
+    assert lanes.number == 0
+    return lanes.notes
+
+
+def test_both_of_a_pair_begin_behind_what_was_before_it_and_not_behind_each_other() -> None:
+    assert notes_of(1, 4) == [
+        *("fork", "F0.0 in 0", "join"),
+        *("fork", "B0.0 in 0", "F1.0 in 1", "join"),
+        *("fork", "B1.0 in 1", "F2.0 in 0", "join"),
+        *("fork", "B2.0 in 0", "F3.0 in 1", "join"),
+        *("fork", "B3.0 in 1", "join"),
+    ]
+    assert notes_of(1, 2, backward=False) == ["F0.0 in 0", "F1.0 in 0"]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_a_backward_is_in_the_lane_of_its_forward_and_its_partner_in_the_other(
+    num_chunks: int,
+) -> None:
+    lane: dict[str, str] = {}
+    unit: list[str] = []
+    for note in notes_of(num_chunks, 6):
+        if note in ("fork", "join"):
+            assert len(set(unit)) == len(unit)
+            unit = []
+            continue
+        name, _, number = note.partition(" in ")
+        unit.append(number)
+        if name.startswith("F"):
+            lane[name[1:]] = number
+        else:
+            assert lane[name[1:]] == number
+    assert len(lane) == 6 * num_chunks
