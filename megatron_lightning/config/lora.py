@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from megatron_lightning.config.field_types import type_problems
 
 ADAPTERS = "adapters"
 """Name under which a linear layer holds its adapters, in the names of their parameters."""
@@ -50,11 +53,15 @@ class LoraConfig:
 
     def check(self) -> list[str]:
         """Every violation as one explained sentence; an empty list when there is none."""
+        if wrong := type_problems(self):
+            return [f"lora.{problem}" for problem in wrong]
         errors = []
         if self.rank < 1:
             errors.append(f"lora.rank={self.rank}: must be at least 1; 8 to 64 are usual")
-        if self.alpha <= 0:
-            errors.append(f"lora.alpha={self.alpha}: must be > 0; once or twice the rank is usual")
+        if not 0 < self.alpha < math.inf:
+            errors.append(
+                f"lora.alpha={self.alpha}: must be > 0 and finite; once or twice the rank is usual"
+            )
         if not 0 <= self.dropout < 1:
             errors.append(f"lora.dropout={self.dropout}: must lie in [0, 1)")
         if not self.targets:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from megatron_lightning.config.field_types import type_problems, with_inner
 from megatron_lightning.config.latent_attention import LatentAttentionConfig, latent_problems
 from megatron_lightning.config.model_rules import (
     MODEL_RULES,
@@ -128,6 +129,8 @@ class GPTConfig:
     """Layers that predict further tokens during training, as in DeepSeek-V3."""
 
     def __post_init__(self) -> None:
+        if type_problems(self):
+            return  # `check` says so
         for name, value in self._derived().items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
@@ -148,8 +151,9 @@ class GPTConfig:
 
     def with_changes(self, **changes: Any) -> GPTConfig:
         """Return a copy with fields replaced. Derived sizes follow, unless they differ from their
-        derived value.
+        derived value. A name with a dot is a field of a config inside: `moe.router_topk`.
         """
+        changes = with_inner(self, changes)
         names = {f.name for f in fields(self)}
         if unknown := sorted(set(changes) - names):
             raise ValueError(f"{unknown}: not fields of GPTConfig; it has {sorted(names)}")
@@ -232,6 +236,8 @@ class GPTConfig:
         """Every violated rule as a sentence with field, value and remedy; empty when all is
         well.
         """
+        if wrong := type_problems(self):
+            return wrong
         from_own_rules = [message for rule in MODEL_RULES for message in rule(self)]
         from_own_rules += variant_problems(self) + moe_problems(self)
         from_own_rules += latent_problems(self) + prediction_problems(self)

@@ -70,11 +70,12 @@ def _pattern(moe: MoEConfig) -> list[str]:
 def _groups(moe: MoEConfig) -> list[str]:
     groups, chosen = moe.router_num_groups, moe.router_group_topk
     if groups < 1 or moe.num_experts < 1 or moe.router_topk < 1:
-        return (
-            []
-            if chosen < 1
-            else [f"router_group_topk={chosen} needs router_num_groups, which is {groups}"]
-        )
+        of_groups = {"router_group_topk": chosen, "router_group_best": moe.router_group_best}
+        return [
+            f"{name}={value} needs router_num_groups, which is {groups}"
+            for name, value in of_groups.items()
+            if value > 0
+        ]
     if moe.num_experts % groups:
         fits = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
         return [

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lightning.config import GPTConfig, MoEConfig
 from megatron_lightning.models import GPTNetwork
+from megatron_lightning.models.presets import preset_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -25,6 +26,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"layer_pattern": "EX"}, ["layer_pattern='EX'", "E (experts)"]),
     ({"layer_pattern": ""}, ["layer_pattern=''"]),
     ({"router_group_topk": 2}, ["router_group_topk=2", "router_num_groups"]),
+    ({"router_group_best": 2}, ["router_group_best=2", "router_num_groups, which is 0"]),
     (
         {"router_num_groups": 3, "router_group_topk": 1},
         ["router_num_groups=3", "does not divide num_experts=8", "[1, 2, 4, 8]"],
@@ -140,3 +142,39 @@ def test_capacity_is_a_share_of_the_places() -> None:
     assert moe.capacity(1) == 1
     assert MoEConfig(num_experts=8).capacity(100) is None
     assert MoEConfig(num_experts=4, router_topk=4, capacity_factor=9.0).capacity(10) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_layers": "2"}, "num_layers='2' must be a whole number"),
+        ({"hidden_size": 64.5}, "hidden_size=64.5 must be a whole number"),
+        ({"moe": {"num_experts": 4}}, "moe={'num_experts': 4} is of type dict: give MoEConfig"),
+        ({"moe": MoEConfig(num_experts=4, router_topk=True)}, "moe.router_topk=True must be a"),
+        (
+            {"moe": MoEConfig(num_experts=4, capacity_factor="1")},  # type: ignore[arg-type]
+            "moe.capacity_factor='1' must be a number or None",
+        ),
+        (
+            {"moe": MoEConfig(num_experts=4, router_bias="no")},  # type: ignore[arg-type]
+            "moe.router_bias='no' must be True or False",
+        ),
+        ({"latent_attention": {}}, "latent_attention={} is of type dict"),
+    ],
+)
+def test_values_of_another_type(changes: dict[str, Any], said: str) -> None:
+    """They are named, where the rules about values would stumble over them."""
+    sizes = dict(vocab_size=10, num_layers=2, hidden_size=64, num_attention_heads=4)
+    found = GPTConfig(**{**sizes, **changes}).check()
+    assert len(found) == 1
+    assert found[0].startswith(said)
+
+
+def test_fields_of_inner_configs_are_changed_by_a_dot() -> None:
+    config = preset_config("mixtral-8x7b").with_changes(**{"moe.router_topk": 3, "num_layers": 2})
+    assert config.moe is not None
+    assert (config.moe.router_topk, config.moe.num_experts, config.num_layers) == (3, 8, 2)
+    with pytest.raises(ValueError, match=r"moe.topk: not a field of MoEConfig; it has \['num_"):
+        config.with_changes(**{"moe.topk": 3})
+    with pytest.raises(ValueError, match=r"moe.router_topk=3: moe is None here"):
+        preset_config("llama3-8b").with_changes(**{"moe.router_topk": 3})

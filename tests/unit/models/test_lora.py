@@ -113,6 +113,8 @@ def test_rows_of_the_split_table() -> None:
     [
         (dict(rank=0), "lora.rank=0"),
         (dict(alpha=0), "lora.alpha=0"),
+        (dict(alpha=float("nan")), "lora.alpha=nan"),
+        (dict(rank="8"), "lora.rank='8' must be a whole number"),
         (dict(dropout=1.0), r"lora.dropout=1.0"),
         (dict(targets=[]), "name the layers"),
         (dict(targets=["q_proj"]), "'q_proj' matches no linear layer; there are .*linear_qkv"),

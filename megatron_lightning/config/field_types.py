@@ -1,0 +1,72 @@
+"""Values of another type than their field's, such as text in place of a number: found before the
+rules about values, which would stumble over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "text"),
+}
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def type_problems(config: Any, prefix: str = "") -> list[str]:
+    """Fields of a config dataclass, and of those inside it, that hold another kind of value, as
+    sentences. Choices among names are left to the rules, which know what to offer.
+    """
+    found: list[str] = []
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        options = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+        is_optional = NoneType in get_args(hint)
+        if len(options) != 1 or (value is None and is_optional):
+            continue
+        kind = options[0]
+        if dataclasses.is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
+            found += type_problems(value, f"{prefix}{name}.")
+        elif problem := _problem(value, kind):
+            found.append(f"{prefix}{name}={value!r}{problem}{' or None' if is_optional else ''}")
+    return found
+
+
+def _problem(value: Any, kind: Any) -> str | None:
+    if dataclasses.is_dataclass(kind):
+        return f" is of type {type(value).__name__}: give {getattr(kind, '__name__', kind)}(...)"
+    if kind not in _KINDS:
+        return None
+    wanted, told = _KINDS[kind]
+    is_right = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
+    return None if is_right else f" must be {told}"
+
+
+def with_inner(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` of a config with whole inner configs in place of names with a dot, such as
+    `moe.router_topk`. ValueError for a name that isn't there.
+    """
+    whole = {name: value for name, value in changes.items() if "." not in name}
+    for name, value in changes.items():
+        head, dot, field = name.partition(".")
+        if not dot:
+            continue
+        inner = whole.get(head, getattr(config, head, None))
+        if not dataclasses.is_dataclass(inner):
+            raise ValueError(f"{name}={value!r}: {head} is {inner!r} here, and has no fields")
+        names = [known.name for known in dataclasses.fields(inner)]
+        if field not in names:
+            raise ValueError(f"{name}: not a field of {type(inner).__name__}; it has {names}")
+        whole[head] = dataclasses.replace(inner, **{field: value})  # type: ignore[type-var]
+    return whole
