@@ -2,8 +2,8 @@
 by plain torch elsewhere (and where triton is missing), with the same results.
 
 Casts of float32 are left to plain torch: from it, tiles change threads as bytes, after the cast,
-which Triton 3.6 gets wrong on compute capability 9.0 (every other pair of rows of a transpose holds
-what lay in the registers before); those of 16-bit numbers change threads before.
+which ptxas 12.9 gets wrong on compute capability 9.0 (triton-lang/triton issue 11111: every other
+pair of rows of a transpose holds foreign bytes). Tiles of 16-bit numbers change threads before.
 """
 
 from __future__ import annotations
