@@ -151,7 +151,7 @@ class FP8RowRecipe(_FP8Recipe):
         forward: bool,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Recipe.product`. The sum comes out in bfloat16, which is all there is."""
+        """See `Recipe.product`. The sum comes out in bfloat16, which every device has."""
         assert a.scale is not None
         assert b.scale is not None
         result = torch._scaled_mm(
