@@ -12,8 +12,7 @@ import json
 import sys
 from typing import Any, get_args
 
-import yaml
-
+from megatron_lightning.cli.assignment import assignment
 from megatron_lightning.cli.errors import Parser, UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
 from megatron_lightning.cli.plan_picture import draw
@@ -100,7 +99,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         values |= {"model": preset_config(given["preset"]), "model_name": given["preset"]}
     if "model" not in values:
         raise UserError("give a model: --preset NAME, or --config FILE that names one")
-    changes = dict(_assignment(text) for text in given.get("set", ()))
+    changes = dict(assignment(text, "hidden_size=4096") for text in given.get("set", ()))
     if "num_layers" in given:
         changes["num_layers"] = given["num_layers"]
     if changes:
@@ -140,13 +139,6 @@ def _parallel(base: ParallelConfig, given: dict[str, Any]) -> ParallelConfig:
         expert=changed(base.expert, _EXPERT),
         runtime=runtime,
     )
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--set {text}: write FIELD=VALUE, e.g. --set hidden_size=4096")
-    return name, yaml.safe_load(value)
 
 
 def _parser() -> Parser:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from megatron_lightning.cli.assignment import assignment
 from megatron_lightning.cli.errors import Parser, UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
 from megatron_lightning.cli.plan_request import HARDWARE, PlanRequest
@@ -97,10 +97,8 @@ def main(arguments: list[str]) -> None:
 def _source(options: argparse.Namespace) -> Source:
     changes: dict[str, Any] = {}
     for text in options.set or ():
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {text}: write FIELD=VALUE, e.g. --set vocab_size=512")
-        changes[name] = yaml.safe_load(value)
+        name, value = assignment(text, "vocab_size=512")
+        changes[name] = value
     changes |= {"num_layers": options.layers} if options.layers else {}
     changes |= {"hidden_size": options.hidden} if options.hidden else {}
     if options.config:

@@ -217,13 +217,19 @@ def _gpt_section(
 def _reduced(config: GPTConfig, changes: Mapping[str, Any]) -> tuple[GPTConfig, list[str]]:
     """The config with `changes`, and a sentence for each."""
     reduced = config.with_changes(**changes) if changes else config
-    before, after = config.to_dict(), reduced.to_dict()
-    notes = [
-        f"reduced: {name}={after[name]} in place of {before[name]}"
-        for name in before
-        if before[name] != after[name]
-    ]
-    return reduced, notes
+    return reduced, _differences(config.to_dict(), reduced.to_dict())
+
+
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], inside: str = ""
+) -> list[str]:
+    notes: list[str] = []
+    for name, value in before.items():
+        if isinstance(value, Mapping) and isinstance(after[name], Mapping):
+            notes += _differences(value, after[name], f"{inside}{name}.")
+        elif value != after[name]:
+            notes.append(f"reduced: {inside}{name}={after[name]} in place of {value}")
+    return notes
 
 
 def _dropout_notes(config: GPTConfig) -> list[str]:

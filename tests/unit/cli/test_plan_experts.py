@@ -9,6 +9,7 @@ from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, UserError, run_comma
 from megatron_lightning.cli.plan import main
 from megatron_lightning.cli.plan_memory import unit_parameters
 from megatron_lightning.cli.verify_layouts import one_dimension_at_a_time, parse_layout
+from megatron_lightning.cli.verify_source import from_preset
 from megatron_lightning.config import ExpertConfig, MoEConfig, ParallelConfig
 from tests.layout_runs import tiny_config
 
@@ -95,6 +96,28 @@ def test_suggestions_deal_experts_where_they_do_not_fit(
     values = plan(capsys, f"{options} --seq-length 1024 --global-batch-size 16 --suggest")
     best = [s for s in values["fitting"] if s["tensor_parallel_size"] == 1]
     assert any(s["expert_parallel_size"] > 1 for s in best)
+
+
+def test_fields_of_experts_are_set_by_a_dot(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = plan(capsys, f"{TINY} --set moe.router_topk=3 --set moe.aux_loss_coeff=1e-3")
+    moe = changed["model"]["config"]["moe"]
+    assert (moe["router_topk"], moe["aux_loss_coeff"], moe["num_experts"]) == (3, 0.001, 8)
+    assert "moe.router_topk=9 is above" in refusal(capsys, f"{TINY} --set moe.router_topk=9")
+    assert "not a field of MoEConfig" in refusal(capsys, f"{TINY} --set moe.topk=2")
+
+
+def test_verify_names_the_fields_that_it_changes() -> None:
+    source = from_preset(
+        "tiny-moe",
+        seq_length=16,
+        micro_batch_size=1,
+        global_batch_size=2,
+        changes={"moe.capacity_factor": 0.5, "num_layers": 1},
+    )
+    assert [note for note in source.notes if note.startswith("reduced")] == [
+        "reduced: num_layers=1 in place of 4",
+        "reduced: moe.capacity_factor=0.5 in place of None",
+    ]
 
 
 def test_layouts_of_verify() -> None:
