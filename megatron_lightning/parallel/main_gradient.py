@@ -40,6 +40,30 @@ class MainGradient(Protocol):
         ...
 
 
+class AddsAtOnce:
+    """Takes a weight's gradient where a layer would put it off (`weight_sink`), and adds it to the
+    main gradient there and then: on the stream that made it, and without a tensor left over.
+    """
+
+    sums_weight_gradient = False
+    """Set by the buckets; False: autograd gets the gradient."""
+
+    def __init__(self, weight: Parameter) -> None:
+        self.weight = weight
+
+    def defer_call(self, multiply: Callable[[], Tensor]) -> bool:
+        """Add what `multiply` gives, of as many elements as the weight; False: not done."""
+        if not self.sums_weight_gradient:
+            return False
+
+        def compute(out: Tensor | None) -> Tensor:
+            grad = multiply()
+            return grad if out is None else out.copy_(grad.reshape(-1))
+
+        main_gradient_of(self.weight).add_gradient(compute)
+        return True
+
+
 _by_address: weakref.WeakValueDictionary[int, MainGradient] = weakref.WeakValueDictionary()
 
 

@@ -13,11 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
+from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
+from megatron_lightning.parallel.main_gradient import AddsAtOnce
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantization import Quantization
 from megatron_lightning.parallel.sequence import HeldTokens
@@ -151,8 +153,11 @@ class ParallelModel:
         if self.weight_gradients is not None:
             self.weight_gradients.target = self.buckets
         elif config.data_parallel.fuse_weight_gradients:
-            modules = (module for network in self.networks for module in network.modules())
-            self.buckets.serve(m for m in modules if hasattr(m, "sums_weight_gradient"))
+            modules = [module for network in self.networks for module in network.modules()]
+            served: list[Any] = [m for m in modules if hasattr(m, "sums_weight_gradient")]
+            if mesh.lanes is not None:  # else gradients of experts cross streams, which holds them
+                served += [_add_at_once(m) for m in modules if isinstance(m, ExpertLinear)]
+            self.buckets.serve(served)
 
     @property
     def backward_is_shared(self) -> bool:
@@ -228,6 +233,11 @@ class ParallelModel:
             if axis.size > 1:
                 dist.all_reduce(parameter.grad, group=axis.group)
             parameter.grad /= mesh.dp_cp.size
+
+
+def _add_at_once(experts: ExpertLinear) -> AddsAtOnce:
+    experts.weight_sink = sink = AddsAtOnce(experts.weight)
+    return sink
 
 
 Buffers = Sequence[tuple[nn.Module, str]]

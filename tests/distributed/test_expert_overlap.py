@@ -22,6 +22,7 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel import expert
+from megatron_lightning.parallel.main_gradient import AddsAtOnce
 from megatron_lightning.parallel.mesh import LanedAxis, ParallelMesh
 from tests.distributed.test_bad_input import trainer
 from tests.harness import run_ranks, run_ranks_fresh
@@ -73,9 +74,12 @@ def alone() -> dict[str, Any]:
 
 
 def train_counting(rank: int, world_size: int, run: Run) -> dict[str, Any]:
-    """Train, and note by the groups of which lane rows travelled."""
+    """Train, and note by the groups of which lane rows travelled, and whether experts added their
+    gradients themselves.
+    """
     lanes: list[int] = []
-    exchange = expert._all_to_all
+    at_once: set[bool] = set()
+    exchange, defer_call = expert._all_to_all, AddsAtOnce.defer_call
 
     def noted(rows: Any, sizes: Any, received: Any, ranks: Any) -> Any:
         assert isinstance(ranks.both, LanedAxis)
@@ -83,8 +87,13 @@ def train_counting(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         assert (ranks.both.group is ranks.both.second) == (lanes[-1] == 1)
         return exchange(rows, sizes, received, ranks)
 
+    def added(self: AddsAtOnce, multiply: Any) -> bool:
+        at_once.add(defer_call(self, multiply))
+        return True
+
     expert._all_to_all = noted
-    return train(rank, world_size, run) | {"lanes": lanes}
+    AddsAtOnce.defer_call = added  # type: ignore[method-assign]
+    return train(rank, world_size, run) | {"lanes": lanes, "at_once": at_once}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,7 @@ def test_training_is_that_of_one_process_and_bitwise_that_without(layout: str) -
         assert one["losses"] == other["losses"]
         assert one["norms"] == other["norms"]
         assert set(one["lanes"]) == {0, 1}
+        assert one["at_once"] == {True}
         for step, gradients in other["gradients"].items():
             got, want = assemble_own(one["gradients"][step]), assemble_own(gradients)
             assert got.keys() == want.keys()
