@@ -174,12 +174,11 @@ def test_kernels_give_what_plain_torch_gives(
     scale, inverse = fp8_casts.scales_of(amax, name)
     wanted = power_of_two_scale(x.abs().max().float(), FP8_MAX[name])
     assert scale.item() == wanted.item() == 1 / inverse.item()
-    choices = itertools.product(
-        (scale, scale * 64),  # the second one saturates
-        ((True, True), (True, False), (False, True)),
-        (True, False),
-    )
-    for factor, kinds, records in choices:
+    choices = [((True, True), True)]
+    if shape == (509, 272):  # every choice is a kernel that has to be compiled
+        choices += [((True, True), False), ((True, False), False), ((False, True), False)]
+    # the second factor saturates
+    for factor, (kinds, records) in itertools.product((scale, scale * 64), choices):
         seen = torch.zeros((), device="cuda") if records else None
         values, turned = fp8_casts.cast_both(device, factor, name, kinds, seen)
         scaled = x.float() * factor.cpu()
