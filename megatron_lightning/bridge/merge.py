@@ -94,7 +94,8 @@ def merged(
     if merge is None:
         raise ValueError(
             "the module has adapters: pass merge_adapters=True to write weights with the adapters"
-            " in them, or False for the base alone; save_adapters writes the adapters alone"
+            " in them, or False for the base alone (`convert`: --adapters merge or leave);"
+            " save_adapters writes the adapters alone"
         )
     return Merged(held, factors() if merge else {})
 

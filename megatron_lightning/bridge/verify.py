@@ -77,7 +77,7 @@ def verify_logits(folder: Path) -> float | None:
     """
     log = get_logger(__name__)
     if find_spec("transformers") is None:
-        log.info("%s: logits not compared, transformers is not installed", folder)
+        log.warning("%s: logits not compared, transformers is not installed", folder)
         return None
     ours = from_hf(folder)
     assert isinstance(ours, GPTModel)

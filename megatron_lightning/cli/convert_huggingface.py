@@ -56,21 +56,25 @@ def convert(options: Namespace) -> None:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise UserError(f"{names}: without a meaning in this conversion; leave it out")
     with wrong_input(CheckpointError):
-        content = _import(options) if importing else _export(options)
-    weights = sum(name.startswith("model.") for name in content.tensors)
-    print(f"{options.target}: {weights} tensors of weights, from {options.source}")
+        weights = _import(options) if importing else _export(options)
+    read = "; read back, they are equal" if options.verify else ""
+    print(f"{options.target}: {weights} tensors of weights, from {options.source}{read}")
 
 
-def _import(options: Namespace) -> Any:
+def _import(options: Namespace) -> int:
+    """Import; the number of tensors that were written."""
     from megatron_lightning.bridge import import_checkpoint
 
-    return import_checkpoint(
+    content = import_checkpoint(
         options.source, options.target, dtype=_dtype(options), files=options.files
     )
+    return sum(name.startswith("model.") for name in content.tensors)
 
 
-def _export(options: Namespace) -> Any:
+def _export(options: Namespace) -> int:
+    """Export; the number of tensors that were written."""
     from megatron_lightning.bridge import ExportOptions, export_checkpoint
+    from megatron_lightning.bridge.folder import open_folder
 
     size: dict[str, Any] = {}
     if options.shard_size is not None:
@@ -84,7 +88,8 @@ def _export(options: Namespace) -> Any:
         merge_adapters=None if options.adapters is None else options.adapters == "merge",
         **size,
     )
-    return export_checkpoint(options.source, options.target, how)
+    export_checkpoint(options.source, options.target, how)
+    return len(open_folder(options.target).tensors)
 
 
 def _dtype(options: Namespace) -> Any:

@@ -124,7 +124,7 @@ class GPTModel(MegatronModule):
         if vocab_size is not None and vocab_size > self.config.vocab_size:
             problems.append(
                 f"config.vocab_size={self.config.vocab_size}: the data have {vocab_size} token "
-                f"ids; set it to {vocab_size}"
+                f"ids; set it to {vocab_size}, or for a trained model take its own tokenizer"
             )
         limit = self.config.max_position_embeddings
         if (

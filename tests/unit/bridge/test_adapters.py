@@ -139,7 +139,9 @@ def test_an_unmerged_export_is_refused_and_the_base_can_be_had(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("held", ["all", "adapters"])
-def test_checkpoints_of_runs_become_merged_models(tmp_path: Path, held: Any) -> None:
+def test_checkpoints_of_runs_become_merged_models(
+    tmp_path: Path, held: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = from_hf(LLAMA).add_lora(rank=4, checkpoint=held)
     trainer = L.Trainer(
         strategy=MegatronStrategy(),
@@ -158,9 +160,12 @@ def test_checkpoints_of_runs_become_merged_models(tmp_path: Path, held: Any) -> 
     with pytest.raises(SystemExit) as refused:
         main(command)
     assert refused.value.code == 2
+    assert "--adapters merge" in capsys.readouterr().err
     with pytest.raises(SystemExit) as done:
-        main([*command, "--adapters", "merge"])
+        main([*command, "--adapters", "merge", "--verify"])
     assert done.value.code == 0
+    told = f"{len(tensors_of(LLAMA))} tensors of weights, from {tmp_path / 'a.ckpt'}; read back"
+    assert told in capsys.readouterr().out
     want, got = tensors_of(tmp_path / "want"), tensors_of(tmp_path / "out")
     base = tensors_of(LLAMA)
     assert want.keys() == got.keys() == base.keys()
