@@ -36,8 +36,9 @@ class Lanes:
         """On CUDA, the stream of each lane."""
         if device.type == "cuda":
             self.streams = tuple(torch.cuda.Stream(device) for _ in range(NUM_LANES))
-            # That gradients cross from a lane to the outer stream is meant.
-            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+            if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
+                # Not in every torch. That gradients cross from a lane to the outer stream is meant.
+                torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lanes:
         """Itself, as groups and streams."""
