@@ -102,6 +102,12 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context)
 
 
+def splits_sequence(network: nn.Module) -> bool:
+    """Whether context ranks are to call the network with their parts of the sequence."""
+    cores = (module for module in network.modules() if isinstance(module, CoreAttention))
+    return any(core.splits_sequence for core in cores)
+
+
 class ReferenceAttention(CoreAttention):
     """Written out, with a float32 softmax: the oracle of the fused cores, and the core of the exact
     mode.

@@ -16,6 +16,7 @@ from megatron_lightning.config.multi_token_prediction import MultiTokenPredictio
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.layers.attention import splits_sequence
 from megatron_lightning.layers.lora import GroupedParts, Parts, StackedParts
 from megatron_lightning.layers.loss import masked_mean
 from megatron_lightning.layers.torch_backend import AttentionKernel, TorchBackend
@@ -268,11 +269,18 @@ class GPTModel(MegatronModule):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Continue `tokens`, (B, S) or one sequence, by up to `max_new_tokens` ids; the whole
-        model is in this process.
+        model is in this process, or all ranks call it alike. ValueError under context parallelism,
+        which needs every sequence cut.
         """
         prompt = torch.as_tensor(tokens)
         prompt = prompt.unsqueeze(0) if prompt.dim() == 1 else prompt
         network = self.built_network()
+        if splits_sequence(network):
+            raise ValueError(
+                "generate: this network is cut by context_parallel_size, and each rank would take"
+                " the prompt for its part of a sequence; generate from a checkpoint"
+                " (GPTModel.load_from_checkpoint, or megatron-lightning generate)"
+            )
         was_training = network.training
         network.eval()
         try:

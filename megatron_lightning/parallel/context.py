@@ -143,6 +143,8 @@ class ContextAttention(CoreAttention):
     every document in it is a multiple of 2 x cp tokens long.
     """
 
+    splits_sequence = True
+
     def __init__(self, core: CoreAttention, axes: ContextAxes, form: ContextForm) -> None:
         super().__init__(
             scale=core.scale,

@@ -40,6 +40,8 @@ class CoreAttention(nn.Module, ABC):
 
     written_out: ClassVar[bool] = False
     """True when probabilities are made in the open, in float32, and not inside a fused kernel."""
+    splits_sequence: ClassVar[bool] = False
+    """True when each context rank is to call it with its part of the sequence."""
     dropout: AttentionDropout
 
     def __init__(

@@ -379,3 +379,22 @@ def test_a_rank_whose_plain_mean_is_not_a_number() -> None:
     found = assemble([rank["gradients"] for rank in ranks])
     for name, want in assemble([alone["gradients"]]).items():
         tolerances.assert_gradient_close(name, found[name], want, alone["norm"])
+
+
+def generate_after_training(rank: int, world_size: int) -> str:
+    run = run_of("grouped", layout=over_ranks(2, "ring"))
+    model = GPTModel(run.config)
+    options: dict[str, Any] = dict(accelerator="cpu", devices=world_size, max_steps=1)
+    options |= dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    L.Trainer(strategy=make_strategy(run.layout), limit_val_batches=0, **options).fit(
+        model, Batches(run)
+    )
+    with pytest.raises(ValueError, match="generate") as caught:
+        model.generate([1, 2, 3, 4], max_new_tokens=1)
+    return str(caught.value)
+
+
+def test_a_network_of_parts_does_not_generate() -> None:
+    """Its ranks would take the prompt for their parts of a sequence, and make up others."""
+    for said in run_ranks_fresh(generate_after_training, 2):
+        assert "cut by context_parallel_size" in said
