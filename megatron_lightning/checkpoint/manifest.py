@@ -151,6 +151,11 @@ def _why_not(path: Path) -> str:
             f"{path} is a checkpoint in the distributed format of torch"
             f" ({path / '.metadata'} is a pickle and was not read)"
         )
+    if (path / "config.json").is_file():
+        return (
+            f"{path} is a Hugging Face folder, not a checkpoint: `megatron-lightning convert`"
+            " makes one of it, and GPTModel.from_hf begins a training from it"
+        )
     return f"{path} is not a complete checkpoint: it has no {MANIFEST_FILE}"
 
 

@@ -96,6 +96,8 @@ def shorten(message: str) -> str:
     )
     lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
     kept = [line for line in lines if line.strip()]
-    if len(kept) == 1:
-        kept = [kept[0].strip().removeprefix("- ")]
+    told = [line for line in kept if not re.match(r"\s*- Expected a <class 'str'>", line)]
+    if any(not re.match(r'\s*(- )?Parser key "[^"]*":$', line) for line in told):
+        kept = told
+    kept[:1] = [line.strip().removeprefix("- ") for line in kept[:1]]
     return "\n".join(kept)

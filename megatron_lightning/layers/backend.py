@@ -86,4 +86,4 @@ def check_supported(backend: LayerBackend, config: GPTConfig) -> None:
     problems = config.check()
     problems += [f"back end {backend.name!r}: {refusal}" for refusal in backend.supports(config)]
     if problems:
-        raise ValueError("\n".join(["this network can't be built:", *problems]))
+        raise ValueError("this network can't be built: " + "; ".join(problems))

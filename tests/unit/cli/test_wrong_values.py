@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_lightning.cli import main as entry
+from megatron_lightning.cli.trainer import shorten
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,10 @@ from megatron_lightning.cli import main as entry
         (["plan", "--preset", "tiny", "--gpus", "4", "--json", "no/such/x.json"], "no folder"),
         (["plan", "--preset", "tiny", "--gpus", "4", "--gpu-memory", "-5"], "--gpu-memory -5"),
         (["plan", "--preset", "tiny", "--gpus", "4", "--gpu-memory", "nan"], "--gpu-memory nan"),
+        (
+            ["generate", "tests/data/hf/llama", "--tokenizer", "bytes", "--prompt", "a"],
+            "`megatron-lightning convert` makes one of it",
+        ),
     ],
 )
 def test_wrong_values(
@@ -30,3 +35,24 @@ def test_wrong_values(
         entry.main()
     assert left.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "short"),
+    [
+        (
+            "  - Expected a <class 'str'>\n  - 1 problem:\n      - recipe='mxfp8': no",
+            "1 problem:\n      - recipe='mxfp8': no",
+        ),
+        (
+            'Parser key "strategy":\n  - Expected a <class \'str\'>\n  - Parser key "recipe":\n    no',
+            'Parser key "strategy":\n  - Parser key "recipe":\n    no',
+        ),
+        (
+            "Parser key \"strategy\":\n  - Expected a <class 'str'>",
+            "Parser key \"strategy\":\n  - Expected a <class 'str'>",
+        ),
+    ],
+)
+def test_what_a_union_tried_is_left_out(message: str, short: str) -> None:
+    assert shorten(message) == short
