@@ -45,12 +45,12 @@ def test_wrong_values(
             "1 problem:\n      - recipe='mxfp8': no",
         ),
         (
-            'Parser key "strategy":\n  - Expected a <class \'str\'>\n  - Parser key "recipe":\n    no',
-            'Parser key "strategy":\n  - Parser key "recipe":\n    no',
+            'Parser key "plan":\n  - Expected a <class \'str\'>\n  - Parser key "recipe":\n    no',
+            'Parser key "plan":\n  - Parser key "recipe":\n    no',
         ),
         (
-            "Parser key \"strategy\":\n  - Expected a <class 'str'>",
-            "Parser key \"strategy\":\n  - Expected a <class 'str'>",
+            "Parser key \"plan\":\n  - Expected a <class 'str'>",
+            "Parser key \"plan\":\n  - Expected a <class 'str'>",
         ),
     ],
 )
