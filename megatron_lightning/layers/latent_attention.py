@@ -26,6 +26,10 @@ from megatron_lightning.parallel.sequence import SequenceInfo
 if TYPE_CHECKING:
     from megatron_lightning.layers.backend import LayerBackend
 
+_READ_BYTES = 16
+"""What attention kernels read at once: a view of values must begin at a multiple of it (torch looks
+at the size of heads, not at where they begin)."""
+
 
 class HeadInput(nn.Module):
     """What heads read without a projection of their own in front of it: the shared part of the key.
@@ -108,6 +112,8 @@ class LatentAttention(nn.Module):
         up = self.linear_kv_up_proj(self.kv_layernorm(compressed))
         up = up.unflatten(-1, (-1, latent.qk_head_dim + latent.v_head_dim))
         plain, value = up.split((latent.qk_head_dim, latent.v_head_dim), dim=-1)
+        if latent.qk_head_dim * up.element_size() % _READ_BYTES:
+            value = value.contiguous()
         shared = rotary.rotate(self.shared_key(shared).unsqueeze(2))  # (S, B, 1, Dr)
         key = torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), dim=-1)
         return self.linear_proj(self.core_attention(query, key, value, sequence))

@@ -166,6 +166,13 @@ class GPTModel(MegatronModule):
         )  # (B, S)
         return masked_mean(losses, batch["loss_mask"])
 
+    @property
+    def _shows_progress(self) -> bool:
+        """Whether there is a bar to show losses in: for one Lightning brings them to the host after
+        every batch, which then waits for the device.
+        """
+        return self._trainer is not None and self._trainer.progress_bar_callback is not None
+
     def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor | None:
         """Tokens over which `training_step`'s loss of a whole micro-batch is a mean; None: it is a
         plain mean. What weighs routers' losses, also on stages that don't compute the loss.
@@ -176,7 +183,7 @@ class GPTModel(MegatronModule):
         """Mean loss of a micro-batch and its number of tokens."""
         if self.config.multi_token_prediction is None:
             loss, num_tokens = self.token_losses(batch)
-            self.log("train_loss", loss, prog_bar=True)
+            self.log("train_loss", loss, prog_bar=self._shows_progress)
         else:
             loss, num_tokens = self._losses_of_depths(batch, self.config.multi_token_prediction)
         return (
@@ -197,7 +204,7 @@ class GPTModel(MegatronModule):
             loss_mask=batch["loss_mask"],
         )
         loss, num_tokens = masked_mean(losses, batch["loss_mask"])
-        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_loss", loss, prog_bar=self._shows_progress)
         means = further.means(num_tokens)
         for depth, mean in enumerate(means, start=1):
             count: Any = further.counts[depth]
@@ -225,9 +232,11 @@ class GPTModel(MegatronModule):
         names = getattr(self.trainer.datamodule, "evaluation_names", None)  # type: ignore[attr-defined]
         name = None if names is None else names(part)[dataloader_idx]
         if name is None:
-            self.log(metric, loss, prog_bar=True)
+            self.log(metric, loss, prog_bar=self._shows_progress)
         else:
-            self.log(f"{metric}/{name}", loss, prog_bar=True, add_dataloader_idx=False)
+            self.log(
+                f"{metric}/{name}", loss, prog_bar=self._shows_progress, add_dataloader_idx=False
+            )
         return {"loss": loss, "num_tokens": num_tokens}
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

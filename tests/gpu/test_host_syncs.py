@@ -43,7 +43,9 @@ class Watch(L.Callback):
 
     def show(self, message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            here = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
+            here = [
+                f for f in traceback.extract_stack() if "site-packages/torch/" not in f.filename
+            ]
             self.waits.append(" < ".join(f"{f.filename}:{f.lineno}" for f in here[-4:-1][::-1]))
 
 
