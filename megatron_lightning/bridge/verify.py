@@ -103,7 +103,7 @@ def verify_logits(folder: Path) -> float | None:
 
 
 def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     with torch.no_grad():
