@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from megatron_lightning.callbacks.expert_load import ExpertLoad, ExpertReading, read, routers_of
 from megatron_lightning.callbacks.expert_picture import draw_loads
+from megatron_lightning.layers.moe.remote_deep_ep import DeepEPDispatcher
 from megatron_lightning.layers.moe.remote import AllToAllDispatcher
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.parallel.expert_clock import ExchangeClock
@@ -166,7 +167,7 @@ def clocks_of(module: nn.Module) -> list[ExchangeClock]:
     for part in module.modules():
         dispatcher: Any = getattr(part, "dispatcher", None)
         while dispatcher is not None:
-            if isinstance(dispatcher, AllToAllDispatcher):
+            if isinstance(dispatcher, AllToAllDispatcher | DeepEPDispatcher):
                 clocks[id(dispatcher.ranks.clock)] = dispatcher.ranks.clock
             dispatcher = getattr(dispatcher, "inner", None)
     return list(clocks.values())

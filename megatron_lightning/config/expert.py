@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-DispatcherName = Literal["all_to_all", "all_gather"]
+DispatcherName = Literal["all_to_all", "all_gather", "deep_ep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +13,10 @@ class ExpertConfig:
     """Choices of expert parallelism beyond its sizes."""
 
     dispatcher: DispatcherName = "all_to_all"
-    """all_to_all (each token travels to the ranks of its experts) or all_gather (every rank gets
-    all tokens of the expert ranks and takes those of its experts; for few ranks or many experts a
-    token)."""
+    """all_to_all (each token travels to the ranks of its experts), all_gather (every rank gets all
+    tokens of the expert ranks and takes those of its experts; for few ranks or many experts a
+    token) or deep_ep (as the first, by the kernels of the DeepEP package, which must be
+    installed)."""
     overlap_shared_experts: bool = False
     """On CUDA: compute shared experts on a stream of their own beside the tokens' travel."""
     overlap_all_to_all: bool = False

@@ -5,11 +5,14 @@ network's experts need is in `parallel/tensor_checks.py`.
 from __future__ import annotations
 
 from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.utils.logging import is_installed
 
 
 def expert_problems(config: ParallelConfig) -> list[str]:
     """Violations that need no world size."""
     problems = config.expert.check()
+    if config.expert.dispatcher == "deep_ep":
+        problems += _deep_ep_problems(config)
     if config.expert.overlap_all_to_all:
         problems += _pair_problems(config)
     if not config.expert.overlap_shared_experts:
@@ -24,6 +27,28 @@ def expert_problems(config: ParallelConfig) -> list[str]:
         for field, value in reason.items()
         if value is not None
     ]
+
+
+def _deep_ep_problems(config: ParallelConfig) -> list[str]:
+    """What DeepEP can't do, or that it is not there."""
+    refused = [
+        (
+            not is_installed("deep_ep"),
+            ": that package is not installed; install DeepEP (https://github.com/deepseek-ai/DeepEP)"
+            ' or choose "all_to_all"',
+        ),
+        (
+            config.expert_tensor_size > 1,
+            f" with expert_tensor_parallel_size={config.expert_tensor_size}: it needs whole"
+            " experts; set expert_tensor_parallel_size=1",
+        ),
+        (
+            config.expert.overlap_all_to_all,
+            " with expert.overlap_all_to_all=True: it has one buffer and two micro-batches would"
+            " use it at a time; set overlap_all_to_all=False",
+        ),
+    ]
+    return [f'expert.dispatcher="deep_ep"{text}' for applies, text in refused if applies]
 
 
 def _pair_problems(config: ParallelConfig) -> list[str]:

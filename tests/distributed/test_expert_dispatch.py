@@ -142,13 +142,13 @@ def test_dispatch_equals_one_process(name: str, dispatcher: str) -> None:
     compare(case, run_ranks(run_case, world_size, case))
 
 
-def compare(case: Case, ranks: list[dict[str, Any]]) -> None:
+def compare(case: Case, ranks: list[dict[str, Any]], tolerance: float = 1e-12) -> None:
     """Every rank's outputs and gradients with those of whole layers on its tokens."""
     indices = sorted({rank["index"] for rank in ranks})
     whole = {index: results(Layer(), *tokens_of(case, index)) for index in indices}
     for rank in ranks:
         for got, want in zip(rank["got"][:3], whole[rank["index"]][:3], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     # The experts' gradients, summed over the ranks that hold equal ones, are those of all tokens.
     for number, dim in ((3, 1), (4, 2)):
         want = torch.stack([whole[index][number] for index in indices]).sum(0)
@@ -157,4 +157,4 @@ def compare(case: Case, ranks: list[dict[str, Any]]) -> None:
             view = got.chunk(case.expert, 0)[rank["ep"]]
             view = view.chunk(case.expert_tensor, dim)[rank["etp"]]
             view += rank["got"][number]
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)

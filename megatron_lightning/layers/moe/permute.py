@@ -6,7 +6,7 @@ order, so that results don't depend on the timing of atomic additions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,18 @@ def sort_by_expert(routing: Routing, num_experts: int) -> Order:
         counts=torch.full_like(counts, routing.capacity),
         dropped=dropped,
         empty=padded < 0,
+    )
+
+
+def first_rows(order: Order, num_rows: int) -> Order:
+    """The order without rows behind the first `num_rows` (at least one), which hold nothing."""
+    num_rows = max(num_rows, 1)
+    assert order.empty is not None
+    return replace(
+        order,
+        row_of_slot=order.row_of_slot.clamp(max=num_rows - 1),
+        slot_of_row=order.slot_of_row[:num_rows],
+        empty=order.empty[:num_rows],
     )
 
 

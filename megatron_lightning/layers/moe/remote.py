@@ -4,6 +4,7 @@
 |---|---|---|---|
 | all_to_all | each row to the ranks of its expert | the same way | counts of rows, once a layer |
 | all_gather | all tokens to all ranks | sums are scattered | number of own rows, once a layer |
+| deep_ep | each token to the ranks of its experts, once | sums | numbers of rows, once a layer |
 
 With `pad_to_capacity` the numbers of rows are known beforehand, and all_to_all waits for nothing.
 Where tensor ranks hold equal tokens (no sequence parallelism), each takes a part of them to the
@@ -19,13 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.config.expert import ExpertConfig
+from megatron_lightning.config.expert import DispatcherName, ExpertConfig
+from megatron_lightning.layers.moe.remote_deep_ep import DeepEPBuffer, DeepEPDispatcher
 from megatron_lightning.layers.moe.dispatcher import Dispatched, TokenDispatcher
 from megatron_lightning.layers.moe.experts import GroupedExperts
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.permute import (
     Order,
     count,
+    first_rows,
     permute,
     permute_probs,
     sort_by_expert,
@@ -62,6 +65,7 @@ def apply_expert_parallel(
     ranks = ExpertRanks.of(mesh)
     overlaps = config.overlap_shared_experts and mesh.device.type == "cuda"
     side = SideStream() if overlaps else None
+    buffer = DeepEPBuffer(ranks)
     for module in network.modules():
         if isinstance(module, MoELayer) and module.shared_experts is not None:
             module.side = side
@@ -72,11 +76,19 @@ def apply_expert_parallel(
         layer = cast(Any, module)
         inner: Any = layer.dispatcher
         if ranks.both.size > 1:
-            kind = AllToAllDispatcher if config.dispatcher == "all_to_all" else AllGatherDispatcher
-            inner = kind(inner.num_experts, ranks)
+            inner = _between_ranks(config.dispatcher, inner.num_experts, ranks, buffer)
         if mesh.tp.size > 1 and not sequence_parallel:
             inner = SharedTokensDispatcher(inner, mesh.tp)
         layer.dispatcher = inner
+
+
+def _between_ranks(
+    name: DispatcherName, num_experts: int, ranks: ExpertRanks, buffer: DeepEPBuffer
+) -> TokenDispatcher:
+    if name == "deep_ep":
+        return DeepEPDispatcher(num_experts, ranks, buffer)
+    kind = AllToAllDispatcher if name == "all_to_all" else AllGatherDispatcher
+    return kind(num_experts, ranks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,7 +177,7 @@ class AllGatherDispatcher:
         probs = gather_dim(_longer(routing.probs, missing), axis, 0)
         experts = experts.masked_fill(elsewhere, 0)
         order = sort_by_expert(Routing(probs=probs, experts=experts, dropped=elsewhere), local)
-        order = _first_rows(order, num_rows)
+        order = first_rows(order, num_rows)
         tokens = gather_dim(_longer(hidden, missing), axis, 0)  # (ranks * T, H)
         return Dispatched(
             tokens=permute(tokens, order),
@@ -190,18 +202,6 @@ class AllGatherDispatcher:
         own = every[:, first : first + local].sum()
         longest, num_rows = torch.stack([every[:, -1].max(), own]).tolist()
         return longest, num_rows
-
-
-def _first_rows(order: Order, num_rows: int) -> Order:
-    """The order without rows behind the first `num_rows` (at least one), which hold nothing."""
-    num_rows = max(num_rows, 1)
-    assert order.empty is not None
-    return replace(
-        order,
-        row_of_slot=order.row_of_slot.clamp(max=num_rows - 1),
-        slot_of_row=order.slot_of_row[:num_rows],
-        empty=order.empty[:num_rows],
-    )
 
 
 class SharedTokensDispatcher:
