@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from megatron_lightning.callbacks.expert_load import ExpertLoad, ExpertReading, read, routers_of
 from megatron_lightning.callbacks.expert_picture import draw_loads
-from megatron_lightning.layers.moe.remote_deep_ep import DeepEPDispatcher
 from megatron_lightning.layers.moe.remote import AllToAllDispatcher
+from megatron_lightning.layers.moe.remote_deep_ep import DeepEPDispatcher
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.parallel.expert_clock import ExchangeClock
 from megatron_lightning.strategies import MegatronStrategy

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.expert import DispatcherName, ExpertConfig
-from megatron_lightning.layers.moe.remote_deep_ep import DeepEPBuffer, DeepEPDispatcher
 from megatron_lightning.layers.moe.dispatcher import Dispatched, TokenDispatcher
 from megatron_lightning.layers.moe.experts import GroupedExperts
 from megatron_lightning.layers.moe.layer import MoELayer
@@ -34,6 +33,7 @@ from megatron_lightning.layers.moe.permute import (
     sort_by_expert,
     unpermute,
 )
+from megatron_lightning.layers.moe.remote_deep_ep import DeepEPBuffer, DeepEPDispatcher
 from megatron_lightning.layers.moe.routing import Routing
 from megatron_lightning.layers.moe.side_stream import SideStream
 from megatron_lightning.parallel.collectives import (
