@@ -51,8 +51,8 @@ def send_all_to_first_half() -> None:
     """From now on, in this rank: routers choose among the first half of the experts."""
     selection = Router.selection
 
-    def biased(self: Router, logits: Tensor) -> Tensor:
-        values = selection(self, logits)
+    def biased(self: Router, logits: Tensor, padding: Tensor | None = None) -> Tensor:
+        values = selection(self, logits, padding)
         late = torch.arange(values.shape[1], device=values.device) >= 2
         return values.masked_fill(late, -torch.inf)
 
