@@ -4,8 +4,9 @@ network's experts need is in `parallel/tensor_checks.py`.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from megatron_lightning.config.parallel import ParallelConfig
-from megatron_lightning.utils.logging import is_installed
 
 
 def expert_problems(config: ParallelConfig) -> list[str]:
@@ -33,7 +34,7 @@ def _deep_ep_problems(config: ParallelConfig) -> list[str]:
     """What DeepEP can't do, or that it is not there."""
     refused = [
         (
-            not is_installed("deep_ep"),
+            find_spec("deep_ep") is None,
             ": that package is not installed; install DeepEP (https://github.com/deepseek-ai/DeepEP)"
             ' or choose "all_to_all"',
         ),
