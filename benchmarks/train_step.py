@@ -213,10 +213,9 @@ def quantization(args: argparse.Namespace) -> QuantizationConfig | None:
     return QuantizationConfig(recipe=args.fp8, keep_first=args.keep, keep_last=args.keep)
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train `--warm` + `--steps` steps of one shape."""
-    shape = SHAPES[name]
-    config = GPTConfig(
+def network_of(shape: dict[str, Any], args: argparse.Namespace) -> GPTConfig:
+    """The shape's network."""
+    return GPTConfig(
         vocab_size=shape["vocab"],
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
@@ -229,12 +228,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         moe=experts_of(shape, args.forced),
         max_position_embeddings=shape["seq"],
     )
-    top = ceiling()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    clock = Clock()
-    kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
-    trainer = L.Trainer(
+
+
+def trainer_of(args: argparse.Namespace, callbacks: list[L.Callback]) -> L.Trainer:
+    """The layout that was asked for, and nothing that is not the step."""
+    return L.Trainer(
         strategy=MegatronStrategy(
             tensor_parallel_size=args.tp,
             pipeline_parallel_size=args.pp,
@@ -256,8 +254,20 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock, *kernels],
+        callbacks=callbacks,
     )
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train `--warm` + `--steps` steps of one shape."""
+    shape = SHAPES[name]
+    config = network_of(shape, args)
+    top = ceiling()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    clock = Clock()
+    kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
+    trainer = trainer_of(args, [clock, *kernels])
     model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
     trainer.fit(model, RandomTokens(shape, args.warm + args.steps))
     for one in kernels:
@@ -279,6 +289,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "pp": args.pp,
         "ep": args.ep,
         "forced": args.forced,
+        "fp8": args.fp8,
+        "keep": args.keep if args.fp8 else None,
         "dp": dp,
         "cp": args.cp,
         "sharding": args.sharding,

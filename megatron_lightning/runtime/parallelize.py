@@ -100,30 +100,10 @@ def parallelize(
     streams: Streams | None = None
     roots: list[tuple[FSDPModule, ...]] = []
     for chunk in chunks:
-        rows = apply_tensor_parallel(
-            chunk,
-            target.plan,
-            mesh.tp,
-            sequence_parallel=config.sequence_parallel,
-            prefix=f"{target.attribute}.",
-            experts=ExpertAxes.of(mesh),
-        )
-        apply_context_parallel(chunk, mesh, config.context)
-        apply_expert_parallel(
-            chunk, mesh, config.expert, sequence_parallel=config.sequence_parallel
-        )
-        streams = apply_random(
-            chunk,
-            mesh,
-            seed=seed,
-            exact=config.runtime.exact_dropout,
-            sequence_parallel=config.sequence_parallel,
-            streams=streams,
-        )
+        rows, streams = _apply_layout(chunk, target, mesh, config, seed=seed, streams=streams)
         fill = partial(
             _fill, rows=rows, seed=seed, device=mesh.device, dtype=params_dtype, target=target
         )
-        expect_values(chunk, rows, f"{target.attribute}.")
         if shards is None:
             fill(chunk, "")
         else:
@@ -166,6 +146,42 @@ def parallelize(
         for chunk in chunks:
             apply_weight_sinks(chunk, model.weight_gradients, names)
     return model
+
+
+def _apply_layout(
+    chunk: nn.Module,
+    target: Target,
+    mesh: ParallelMesh,
+    config: ParallelConfig,
+    *,
+    seed: int,
+    streams: Streams | None,
+) -> tuple[Mapping[str, ParameterInfo], Streams]:
+    """Split the weights of a chunk that has none yet, and swap what communicates. Returns its rows
+    of the table and the streams that all chunks share.
+    """
+    prefix = f"{target.attribute}."
+    sequence_parallel = config.sequence_parallel
+    rows = apply_tensor_parallel(
+        chunk,
+        target.plan,
+        mesh.tp,
+        sequence_parallel=sequence_parallel,
+        prefix=prefix,
+        experts=ExpertAxes.of(mesh),
+    )
+    apply_context_parallel(chunk, mesh, config.context)
+    apply_expert_parallel(chunk, mesh, config.expert, sequence_parallel=sequence_parallel)
+    streams = apply_random(
+        chunk,
+        mesh,
+        seed=seed,
+        exact=config.runtime.exact_dropout,
+        sequence_parallel=sequence_parallel,
+        streams=streams,
+    )
+    expect_values(chunk, rows, prefix)
+    return rows, streams
 
 
 def _fill(
