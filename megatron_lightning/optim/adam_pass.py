@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from megatron_lightning.layers.kernels import can_run
 
@@ -66,6 +67,12 @@ class AdamPass:
         self._handle.remove()
         self._groups.clear()
 
+    @property
+    def is_last(self) -> bool:
+        """True when no hook of the user's runs after the pass and may change parameters again."""
+        own = self._optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+        return len(own) == 1 and not _global_optimizer_post_hooks
+
     def take(self, factor: Tensor, active: Tensor, *, keep: bool) -> bool:
         """Take the gradients away and make the next step with them; False where torch has to.
 
@@ -73,13 +80,16 @@ class AdamPass:
         where it is 0. With `keep` the gradients stand there again after the step.
         """
         copies = self._copies()
+        if self._optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:  # type: ignore[attr-defined]
+            return False  # they are to see gradients
         taken: list[Member] = [
             (parameter, parameter.grad, copies.get(parameter))
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if not all(fits(*one) for one in taken):
+        dtypes = {copy.dtype for _, _, copy in taken if copy is not None}
+        if len(dtypes) > 1 or not all(fits(*one) for one in taken):
             return False
         self._taken, self._factor, self._active, self._keep = taken, factor, active, keep
         for parameter, _, _ in taken:
@@ -100,6 +110,8 @@ class AdamPass:
             members = [found[p] for p in group["params"] if p in found]
             if members:
                 self._step_group(number, group, members)
+        changed = [tensor for p, _, copy in taken for tensor in (p, copy) if tensor is not None]
+        torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
         if self._keep:
             for parameter, grad, _ in taken:
                 parameter.grad = grad

@@ -35,7 +35,7 @@ class FoldedStep:
         self._active = torch.ones((), device=device)
         self._notices: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self.is_rounded = False
-        """True when the pass has been given this step: copies need no rounding after it."""
+        """True when the pass has the last word in this step: copies need no rounding after it."""
 
     @classmethod
     def of(
@@ -87,7 +87,7 @@ class FoldedStep:
         settled = self._factor is None
         factor = torch.ones_like(self._active) if self._factor is None else self._factor
         if can_pass(self._optimizer) and self._pass.take(factor, self._active, keep=settled):
-            self.is_rounded = True
+            self.is_rounded = self._pass.is_last
             return
         self.settle()
         if not bool(self._active):

@@ -179,3 +179,34 @@ def test_window_without_tokens_changes_nothing() -> None:
     found = run_ranks_fresh(train_with_pass, 1, run, True)
     assert_same_training(found, wanted[0], torch.bfloat16)
     assert found[0]["norms"][1] == 0.0
+
+
+class Clamping(Recorder):
+    """Its optimizer has a hook that changes masters after each step, which the model must see."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.clamp_(-0.03, 0.03)
+
+        super().on_train_start(trainer, module)
+        trainer.optimizers[0].register_step_post_hook(clamp)
+
+
+def train_clamping(rank: int, world_size: int, run: Run, with_pass: bool) -> dict[str, Any]:
+    if with_pass:
+        use_pass()
+    layout_runs.Recorder = Clamping
+    return train(rank, world_size, run)
+
+
+@pytest.mark.parametrize("layout", [{}, ZERO], ids=["masters", "zero"])
+def test_hooks_after_the_step_have_the_last_word(layout: dict[str, Any]) -> None:
+    run = Run(layout=layout, trainer=BF16, steps=3, keep_gradients=())
+    wanted = run_ranks_fresh(train_clamping, 1, run, False)
+    found = run_ranks_fresh(train_clamping, 1, run, True)
+    assert_same_training(found, wanted[0], torch.bfloat16)
+    weights = _whole([found[0]["final"]])
+    assert max(float(entry[-1].abs().max()) for entry in weights.values()) < 0.0301
