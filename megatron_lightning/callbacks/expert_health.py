@@ -29,8 +29,9 @@ class ExpertHealth(L.Callback):
     Logged by layer: `moe/max_over_mean/N` and `moe/min_over_mean/N` (load of the busiest and the
     idlest expert), `moe/entropy/N` (nats a token; log of the number of experts is even),
     `moe/dropped/N` (share of places), `moe/aux_loss/N`, `moe/z_loss/N`; and of the exchange of rows
-    between experts' ranks `moe/exchange_ms_p50`, `moe/exchange_ms_p95` (of the rank where it takes
-    longest, waits included) and `moe/exchange_slowest_rank` (the one that others wait for).
+    between experts' ranks (not with `all_gather`) `moe/exchange_ms_p50`, `moe/exchange_ms_p95` (of
+    the rank where it takes longest, waits included) and `moe/exchange_slowest_rank` (the one that
+    others wait for).
 
     Parameters
     ----------

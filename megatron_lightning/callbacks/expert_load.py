@@ -106,7 +106,8 @@ def read(
     parts: list[tuple[dict[str, ExpertLoad], list[ExchangeTimes]]] = [(own, times)]
     if mesh.world_size > 1:
         parts = [({}, [])] * mesh.world_size
-        dist.all_gather_object(parts, (own, times), group=mesh.control_group)
+        sent = own if mesh.axis("dp_cp_tp").is_first else {}  # the others of a stage hold the same
+        dist.all_gather_object(parts, (sent, times), group=mesh.control_group)
     layers = {name: load for loads, _ in parts for name, load in loads.items()}
     return ExpertReading(
         step=step,

@@ -96,7 +96,9 @@ class MoEConfig:
     sequence.
     """
     pad_to_capacity: bool = False
-    """Fill experts up to their capacity, so that shapes don't depend on routing."""
+    """Fill experts up to their capacity, so that shapes don't depend on routing; for batches of
+    equal lengths, and with experts on several ranks by all_to_all (docs/moe.md).
+    """
 
     def is_moe_layer(self, layer: int) -> bool:
         """True when layer number `layer` (from 0) has experts."""

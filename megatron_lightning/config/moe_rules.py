@@ -163,6 +163,22 @@ def _options_of_others(moe: MoEConfig) -> list[str]:
             f"load_balancing='sinkhorn' with router_num_groups={moe.router_num_groups}: the"
             " assignment knows no groups; use 0"
         )
+    normalized = moe.router_score_function == "softmax" and not moe.router_pre_softmax
+    if normalized and not moe.router_normalize_topk and moe.router_topk > 1:
+        found.append(
+            "router_normalize_topk=False with softmax over the chosen experts, whose sum is 1"
+            " anyway: use router_pre_softmax=True, or leave it True"
+        )
+    if moe.load_balancing == "forced" and moe.router_num_groups:
+        found.append(
+            f"load_balancing='forced' with router_num_groups={moe.router_num_groups}: experts are"
+            " dealt out and groups are not looked at; use 0"
+        )
+    if moe.drop_policy != "probability" and moe.capacity_factor is None:
+        found.append(
+            f"drop_policy={moe.drop_policy!r} without capacity_factor: nothing is dropped; give"
+            " one, e.g. 1.0"
+        )
     if moe.shared_expert_gate and not moe.shared_expert_ffn_hidden_size:
         found.append("shared_expert_gate=True needs shared_expert_ffn_hidden_size above 0")
     if moe.pad_to_capacity and moe.capacity_factor is None:

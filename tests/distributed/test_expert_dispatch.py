@@ -142,6 +142,17 @@ def test_dispatch_equals_one_process(name: str, dispatcher: str) -> None:
     compare(case, run_ranks(run_case, world_size, case))
 
 
+def refused(rank: int, world_size: int, case: Case) -> str:
+    with pytest.raises(ValueError, match="pad_to_capacity=True: ranks fill up to") as error:
+        run_case(rank, world_size, case)
+    return str(error.value)
+
+
+def test_padded_batches_of_other_lengths_are_refused() -> None:
+    case = Case(expert=2, routing="padded", uneven=True)
+    assert all("[14, 20] rows" in text for text in run_ranks(refused, 2, case))
+
+
 def compare(case: Case, ranks: list[dict[str, Any]], tolerance: float = 1e-12) -> None:
     """Every rank's outputs and gradients with those of whole layers on its tokens."""
     indices = sorted({rank["index"] for rank in ranks})

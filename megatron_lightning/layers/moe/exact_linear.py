@@ -28,9 +28,12 @@ class _ExactLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
+        of_x, of_weight = ctx.needs_input_grad[:2]  # a frozen router needs the first alone
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if of_x else None
+        grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if of_weight else None
         grad_bias = None if ctx.bias_dtype is None else grad.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None

@@ -39,7 +39,7 @@ class MoELayer(nn.Module):
         self.experts = GroupedExperts(config, device=device)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
         self.side: SideStream | None = None
-        """Where the shared expert runs beside the others; None: before them, on one stream."""
+        """Where the shared expert runs beside the others; None: after them, on one stream."""
         self.latent_down: nn.Module | None = None
         self.latent_up: nn.Module | None = None
         if moe.latent_size:

@@ -122,6 +122,7 @@ class AllToAllDispatcher:
         if pending is None:
             assert routing.capacity is not None
             block = routing.capacity * (self.num_experts // ranks.expert.size)
+            _check_padded_alike(incoming, block)
             counts = RowCounts(sent=[block] * ranks.expert.size, received=[block] * ranks.both.size)
         else:
             counts = pending.wait()
@@ -142,6 +143,20 @@ class AllToAllDispatcher:
         rows = return_rows(rows, kept.counts, self.ranks)
         missing = len(kept.order.slot_of_row) - len(rows)  # dropped slots, which are not read
         return unpermute(F.pad(rows, (0, 0, 0, missing)) if missing else rows, kept.order)
+
+
+def _check_padded_alike(incoming: Tensor, block: int) -> None:
+    """ValueError where another rank has filled up its experts to another number. Looking costs a
+    wait for the device, so on CUDA nobody does.
+    """
+    if incoming.is_cuda:
+        return
+    sent = incoming.sum(1).tolist()
+    if sent != [block] * len(sent):
+        raise ValueError(
+            f"pad_to_capacity=True: ranks fill up to {sorted({block, *sent})} rows, since their"
+            " batches have different lengths; make them equal, or set pad_to_capacity=False"
+        )
 
 
 def _received_order(incoming: Tensor, num_rows: int) -> Order:

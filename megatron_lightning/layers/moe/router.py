@@ -66,7 +66,9 @@ class Router(nn.Module):
             else None
         )
         self.initials = router_initials(config)
-        global_loss = config.moe.load_balancing == "global_aux_loss"
+        global_loss = (
+            config.moe.load_balancing == "global_aux_loss" and config.moe.aux_loss_coeff > 0
+        )
         for name, wanted in (
             ("expert_bias", config.moe.expert_bias),
             ("expert_share", global_loss),
@@ -129,6 +131,8 @@ class Router(nn.Module):
             self._count(logits.detach(), experts, dropped, tokens, aux, z)
         if not self.config.pad_to_capacity:
             capacity = None
+        elif capacity is not None:  # of the whole micro-batch; no expert gets more than is here
+            capacity = min(capacity, len(experts))
         return Routing(probs=probs, experts=experts, dropped=dropped, capacity=capacity)
 
     def logits(self, hidden: Tensor) -> Tensor:

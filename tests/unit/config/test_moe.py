@@ -23,6 +23,12 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"router_dtype": "bfloat16"}, ["router_dtype='bfloat16'", "float64"]),
     ({"load_balancing": "luck"}, ["load_balancing='luck'", "sinkhorn"]),
     ({"drop_policy": "last"}, ["drop_policy='last'", "position"]),
+    ({"drop_policy": "position"}, ["drop_policy='position'", "capacity_factor"]),
+    ({"router_normalize_topk": False}, ["router_normalize_topk=False", "router_pre_softmax=True"]),
+    (
+        {"load_balancing": "forced", "router_num_groups": 2, "router_group_topk": 1},
+        ["load_balancing='forced' with router_num_groups=2"],
+    ),
     ({"layer_pattern": "EX"}, ["layer_pattern='EX'", "E (experts)"]),
     ({"layer_pattern": ""}, ["layer_pattern=''"]),
     ({"router_group_topk": 2}, ["router_group_topk=2", "router_num_groups"]),
