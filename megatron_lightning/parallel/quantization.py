@@ -55,7 +55,11 @@ class Quantization:
         self._window_is_new = True
 
     def begin_run(self, *, training: bool) -> None:
-        """Before the passes of a batch: weights are rounded anew where they may have changed."""
+        """Before the passes of a batch: weights are rounded anew where they may have changed.
+
+        Between evaluations that may be by a checkpoint read straight into their memory, or by
+        `.data` (weight averaging), of which neither version nor address tells.
+        """
         if self._window_is_new or not training:
             self.clock.tick()
         self._window_is_new = not training

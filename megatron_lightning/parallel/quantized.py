@@ -30,7 +30,7 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.precision.operands import Noise, Operand, Pair, Recipe, Wanted
+from megatron_lightning.precision.operands import BOTH, Noise, Operand, Pair, Recipe, Wanted
 
 TensorSplit = Literal["columns", "rows", "none"]
 """What of a linear layer the tensor axis splits: output features, input features, nothing."""
@@ -93,7 +93,9 @@ class QuantizedProducts:
             axis, dim = before.axis, before.sequence_dim
         elif before is not None:
             x = before(x)
-        return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums)
+        # Within the function gradients are off, and `needs_input_grad` knows nothing of `no_grad`.
+        keeps = weight.requires_grad and torch.is_grad_enabled()
+        return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
 
     def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`forward(x)` of the layer, outside of compiled regions."""
@@ -116,6 +118,8 @@ class QuantizedProducts:
         """Operands of the output's gradient (T, N)."""
         columns = [self.tensor_axis] if self.split == "columns" else []
         self._check_context_blocks(len(grad))
+        if wanted[1]:
+            self._check_tensor_blocks(len(grad))
         return self.recipe.pair(
             grad,
             "gradient",
@@ -125,8 +129,10 @@ class QuantizedProducts:
             wanted=wanted,
         )
 
-    def weight(self, weight: Tensor) -> Pair:
-        """Operands of the weight (N, K), from before if it hasn't changed since."""
+    def weight(self, weight: Tensor, wanted: Wanted) -> Pair:
+        """Operands of the weight (N, K), from before if it hasn't changed since. Where they are
+        kept, both are made at once.
+        """
         key = (self.clock.time, weight._version, weight.data_ptr())
         if self._weight is not None and self._weight_key == key:
             return self._weight
@@ -136,6 +142,7 @@ class QuantizedProducts:
             "weight",
             over_rows=self._over(axes if self.split == "columns" else []),
             over_columns=self._over(axes if self.split == "rows" else []),
+            wanted=BOTH if self.keeps_weights else wanted,
         )
         if self.keeps_weights:
             self._weight, self._weight_key = pair, key
@@ -156,6 +163,19 @@ class QuantizedProducts:
                 f" that blocks of {self.recipe.block} tokens do not divide; make seq_length x"
                 f" micro_batch_size / context_parallel_size a multiple of {slices}, or use a recipe"
                 " without blocks"
+            )
+
+    def _check_tensor_blocks(self, rows: int) -> None:
+        """Blocks of tokens must not reach over tensor ranks that hold parts of the sequence."""
+        block = self.recipe.block
+        if self.splits_sequence and self.tensor_axis.size > 1 and rows % block:
+            raise ValueError(
+                f"quantization: {rows} tokens of a micro-batch on a tensor rank"
+                f" (tensor_parallel_size={self.tensor_axis.size}, sequence_parallel=True), which"
+                f" blocks of {block} tokens do not divide: blocks would reach over ranks; make"
+                " seq_length x micro_batch_size / (context_parallel_size x tensor_parallel_size) a"
+                f" multiple of {block}, exclude layers whose weight is not split by name, or use a"
+                " recipe without blocks"
             )
 
 
@@ -189,6 +209,7 @@ class _QuantizedLinear(torch.autograd.Function):
         axis: MeshAxis,
         dim: int | None,
         sums: bool,
+        keeps: bool,
     ) -> Tensor:
         rows = x.flatten(0, -2)
         part = dim is not None and dim % x.dim() == 0 and axis.size > 1
@@ -196,16 +217,15 @@ class _QuantizedLinear(torch.autograd.Function):
         if dim is not None and not part:
             x = all_gather(x, axis, dim)
             rows = x.flatten(0, -2)
-        wanted = (True, ctx.needs_input_grad[1])
         itself, transposed = products.input(
-            rows, part=part or products.splits_sequence, wanted=wanted
+            rows, part=part or products.splits_sequence, wanted=(True, keeps)
         )
         assert itself is not None
         shape = x.shape
         if part:
             itself = gather_operand(itself, axis, 0)()
             shape = torch.Size((shape[0] * axis.size, *shape[1:]))
-        factor = products.weight(weight).itself
+        factor = products.weight(weight, (True, False)).itself
         assert factor is not None
         y = products.recipe.product(itself, factor, x.dtype, forward=True)
         ctx.noise = None if products.noise is None else products.noise(shape, y.shape, y.device)
@@ -226,7 +246,7 @@ class _QuantizedLinear(torch.autograd.Function):
             gathered = gather_operand(transposed, axis, 1)
         itself, of_rows = products.gradient(rows, (needs_x, needs_weight), ctx.noise)
         if needs_x:
-            factor = products.weight(weight).transposed
+            factor = products.weight(weight, (False, True)).transposed
             grad_x = products.recipe.product(itself, factor, grad.dtype, forward=False)
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
             reduced = (
@@ -242,7 +262,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_bias:
             grad_bias = rows.sum(dim=0)
         grad_x = None if reduced is None else reduced()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _weight_gradient(ctx: Any, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:

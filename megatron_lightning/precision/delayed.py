@@ -3,7 +3,9 @@
 So it is rounded in one pass over memory, without waiting for its own largest value, and no rank has
 to be asked within a step: largest values are gathered once at the end of a window, over all ranks
 that hold or see other parts of a tensor. What a checkpoint keeps is the history of each layer; a
-scale follows from it. In the first window, without a history, tensors are scaled by themselves.
+scale follows from it. In the first window, without a history, tensors are scaled by themselves. A
+tensor without a value in the history later (of a layer that joins, or one that was all zero) is
+scaled by 1 for a window: only the device knows, and its own largest value would take another pass.
 """
 
 from __future__ import annotations

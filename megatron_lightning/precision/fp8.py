@@ -24,9 +24,10 @@ from megatron_lightning.precision.operands import (
     Noise,
     Operand,
     Pair,
-    Recipe,
     Reduce,
     Role,
+    RowRecipe,
+    TensorRecipe,
     Wanted,
     identity,
 )
@@ -49,16 +50,7 @@ def device_problem(device: torch.device) -> str | None:
     return None
 
 
-class _FP8Recipe(Recipe):
-    def __init__(self, gradient: str) -> None:
-        self._gradient = gradient
-
-    def format_of(self, role: Role) -> str:
-        """FP8 format of a matrix."""
-        return self._gradient if role == "gradient" else "e4m3"
-
-
-class FP8TensorRecipe(_FP8Recipe):
+class FP8TensorRecipe(TensorRecipe):
     """One scale for a tensor: of its own largest value, or by `delayed` of those before."""
 
     def __init__(self, gradient: str, delayed: DelayedRecipe | None = None) -> None:
@@ -104,40 +96,14 @@ class FP8TensorRecipe(_FP8Recipe):
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Recipe.product`."""
-        assert a.scale is not None
-        assert b.scale is not None
-        return torch._scaled_mm(
-            a.values,
-            b.values.t(),
-            scale_a=a.scale,
-            scale_b=b.scale,
-            out_dtype=dtype,
-            use_fast_accum=forward,
-            out=out,
-        )
+        return _scaled(a, b, dtype, forward=forward, out=out)
 
 
-class FP8RowRecipe(_FP8Recipe):
+class FP8RowRecipe(RowRecipe):
     """A scale for each row of an operand."""
 
-    def pair(
-        self,
-        x: Tensor,
-        role: Role,
-        *,
-        over_rows: Reduce = identity,
-        over_columns: Reduce = identity,
-        noise: Noise | None = None,
-        wanted: Wanted = BOTH,
-    ) -> Pair:
-        """See `Recipe.pair`."""
-        itself, transposed = wanted
-        return Pair(
-            self._rows(x.contiguous(), role, over_columns) if itself else None,
-            self._rows(x.t().contiguous(), role, over_rows) if transposed else None,
-        )
-
     def _rows(self, x: Tensor, role: Role, reduce: Reduce) -> Operand:
+        x = x.contiguous()
         name = self.format_of(role)
         scale, inverse = scales_of(reduce(row_largest_of(x)), name)
         return Operand(cast_rows(x, scale, name), inverse)
@@ -152,16 +118,24 @@ class FP8RowRecipe(_FP8Recipe):
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Recipe.product`. The sum comes out in bfloat16, which every device has."""
-        assert a.scale is not None
-        assert b.scale is not None
-        result = torch._scaled_mm(
-            a.values,
-            b.values.t(),
-            scale_a=a.scale,
-            scale_b=b.scale.t(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=forward,
-        )
+        result = _scaled(a, b, torch.bfloat16, forward=forward)
         if out is not None:
             return out.copy_(result)
         return result if dtype is torch.bfloat16 else result.to(dtype)
+
+
+def _scaled(
+    a: Operand, b: Operand, dtype: torch.dtype, *, forward: bool, out: Tensor | None = None
+) -> Tensor:
+    """The product a b^T with a scale for each factor, or for each of their rows."""
+    assert a.scale is not None
+    assert b.scale is not None
+    return torch._scaled_mm(
+        a.values,
+        b.values.t(),
+        scale_a=a.scale,
+        scale_b=b.scale.t(),
+        out_dtype=dtype,
+        use_fast_accum=forward,
+        out=out,
+    )

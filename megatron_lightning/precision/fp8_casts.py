@@ -20,6 +20,7 @@ from megatron_lightning.precision.formats import (
     cast_fp8,
     power_of_two_scale,
 )
+from megatron_lightning.precision.operands import largest, row_largest
 from megatron_lightning.utils.logging import is_installed
 
 _MULTIPLE = 16
@@ -47,7 +48,7 @@ def largest_of(x: Tensor) -> Tensor:
         from megatron_lightning.precision.kernels import fp8
 
         return fp8.largest(x)
-    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    return largest(x)
 
 
 def row_largest_of(x: Tensor) -> Tensor:
@@ -56,9 +57,7 @@ def row_largest_of(x: Tensor) -> Tensor:
         from megatron_lightning.precision.kernels import fp8
 
         return fp8.row_largest(x)
-    if not x.shape[1]:
-        return x.new_zeros((x.shape[0], 1), dtype=torch.float32)
-    return x.abs().amax(dim=1, keepdim=True).float()
+    return row_largest(x)
 
 
 def scales_of(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ class TensorRecipe(Recipe):
 
 
 class RowRecipe(TensorRecipe):
-    """A scale for each row of an operand."""
+    """A scale for each row of an operand: each is rounded by itself."""
 
     def pair(
         self,
@@ -156,6 +156,7 @@ class RowRecipe(TensorRecipe):
         )
 
     def _rows(self, x: Tensor, role: Role, reduce: Reduce) -> Operand:
+        """The operand of a matrix that is summed over its columns."""
         name = self.format_of(role)
         amax = reduce(row_largest(x).contiguous())
         scale = power_of_two_scale(amax, FP8_MAX[name])
@@ -163,7 +164,7 @@ class RowRecipe(TensorRecipe):
         return Operand(values, scale.reciprocal())
 
 
-class BlockRecipe(TensorRecipe):
+class BlockRecipe(RowRecipe):
     """A scale for each 128 values, and for each 128x128 of a weight; powers of two."""
 
     block = 128
@@ -182,11 +183,12 @@ class BlockRecipe(TensorRecipe):
         if role == "weight":
             both = self._blocks(x, role, self.block)
             return Pair(Operand(both, None), Operand(both.t(), None))
-        itself, transposed = wanted
-        return Pair(
-            Operand(self._blocks(x, role, 1), None) if itself else None,
-            Operand(self._blocks(x.t(), role, 1), None) if transposed else None,
+        return super().pair(
+            x, role, over_rows=over_rows, over_columns=over_columns, noise=noise, wanted=wanted
         )
+
+    def _rows(self, x: Tensor, role: Role, reduce: Reduce) -> Operand:
+        return Operand(self._blocks(x, role, 1), None)
 
     def _blocks(self, x: Tensor, role: Role, height: int) -> Tensor:
         name = self.format_of(role)
@@ -198,36 +200,19 @@ class BlockRecipe(TensorRecipe):
         return exact(by_blocks(x, height, self.block, quantise), x)
 
 
-class MXFP8Recipe(BlockRecipe):
+class MXFP8Recipe(RowRecipe):
     """A power of two in E8M0 for each 32 values."""
 
     block = 32
 
-    def pair(
-        self,
-        x: Tensor,
-        role: Role,
-        *,
-        over_rows: Reduce = identity,
-        over_columns: Reduce = identity,
-        noise: Noise | None = None,
-        wanted: Wanted = BOTH,
-    ) -> Pair:
-        """See `Recipe.pair`."""
-        itself, transposed = wanted
-        return Pair(
-            Operand(self._blocks(x, role, 1), None) if itself else None,
-            Operand(self._blocks(x.t(), role, 1), None) if transposed else None,
-        )
-
-    def _blocks(self, x: Tensor, role: Role, height: int) -> Tensor:
+    def _rows(self, x: Tensor, role: Role, reduce: Reduce) -> Operand:
         name = self.format_of(role)
 
         def quantise(blocks: Tensor, amax: Tensor) -> Tensor:
             scale = round_up_e8m0(amax / FP8_MAX[name])
             return round_fp8(blocks / scale, name) * scale
 
-        return exact(by_blocks(x, height, self.block, quantise), x)
+        return Operand(exact(by_blocks(x, 1, self.block, quantise), x), None)
 
 
 class NVFP4Recipe(Recipe):

@@ -17,7 +17,7 @@ def precision_problems(
     strategy: MeshStrategy, trainer: Trainer, module: LightningModule
 ) -> Iterator[str]:
     """Yield explained problems of the Trainer's precision; needs no process group."""
-    yield from _quantization(strategy)
+    yield from _quantization(strategy, module)
     plugin = strategy.precision_plugin
     scales = isinstance(plugin, MegatronPrecision) and plugin.loss_scaler is not None
     if scales and not module.automatic_optimization:
@@ -28,7 +28,7 @@ def precision_problems(
         )
 
 
-def _quantization(strategy: MeshStrategy) -> Iterator[str]:
+def _quantization(strategy: MeshStrategy, module: LightningModule) -> Iterator[str]:
     config = strategy.config.quantization
     if config is None or config.check():
         return
@@ -37,6 +37,12 @@ def _quantization(strategy: MeshStrategy) -> Iterator[str]:
             f"quantization.recipe={config.recipe!r} with accelerator"
             f" {strategy.root_device.type!r}: there are no FP8 products on it; set simulate=True,"
             " which gives the recipe's numbers on any device"
+        )
+    if config.recipe == "fp8_delayed" and not module.automatic_optimization:
+        yield (
+            "automatic_optimization=False with quantization.recipe='fp8_delayed': histories of"
+            " largest values are kept where the strategy runs the steps; use automatic"
+            " optimization, or recipe='fp8_tensorwise', which scales tensors by themselves"
         )
     if str(strategy.precision_plugin.precision) in ("64-true",):
         yield (

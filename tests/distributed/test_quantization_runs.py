@@ -297,7 +297,11 @@ def test_experts_in_low_precision() -> None:
 # ---------------------------------------------------------------------- refusals
 
 
-def refused(layout: dict[str, Any], *, precision: Any = None, config: Any = None) -> str:
+def refused(
+    layout: dict[str, Any], *, precision: Any = None, config: Any = None, automatic: bool = True
+) -> str:
+    model = GPTModel(config or tiny_config())
+    model.automatic_optimization = automatic
     trainer = L.Trainer(
         strategy=MegatronStrategy(**layout),
         accelerator="cpu",
@@ -308,7 +312,7 @@ def refused(layout: dict[str, Any], *, precision: Any = None, config: Any = None
         enable_progress_bar=False,
     )
     with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(GPTModel(config or tiny_config()), Batches(Run()))
+        trainer.fit(model, Batches(Run()))
     return str(caught.value)
 
 
@@ -322,6 +326,9 @@ def test_what_is_refused_before_the_start() -> None:
     assert "['*.linear_prj'] match no module" in text
     text = refused({"quantization": quantized("fp8_tensorwise")}, precision="64-true")
     assert "64-true" in text
+    text = refused({"quantization": quantized("fp8_delayed")}, automatic=False)
+    assert "automatic_optimization=False with quantization.recipe='fp8_delayed'" in text
+    assert "recipe='fp8_tensorwise'" in text
     text = refused({"quantization": quantized("fp8_blockwise"), "tensor_parallel_size": 2})
     assert "blocks of 128 values do not divide" in text
     config = tiny_config(ffn_hidden_size=120)
