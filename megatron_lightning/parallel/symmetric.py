@@ -1,0 +1,153 @@
+"""Parts moved by writing to the memory of the peers (torch's symmetric memory, NVLink).
+
+The copies run on a stream of their own, by the copy engines: unlike NCCL's kernels they take no
+multiprocessor from the products that run meanwhile. A signal follows each copy, and the receiver's
+stream waits for it. Nothing says that memory may be written again: turns use two sets of buffers by
+turns, and whoever has heard from all peers in one turn knows that they are done with the turn
+before it. Multicast is not used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from megatron_lightning.parallel.exchange import Turn
+from megatron_lightning.parallel.mesh import MeshAxis
+
+_SETS = 2
+_ALIGNMENT = 512
+
+
+class SymmetricExchange:
+    """Moves through memory that all ranks of the axis have mapped: GPUs of one host."""
+
+    def __init__(self, axis: MeshAxis, device: torch.device, *, writes: bool = False) -> None:
+        self.axis = axis
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.writes = writes
+        """Whether signals are sent by the stream's own writes instead of a small kernel."""
+        self.handle: Any = None
+        self.part_bytes = 0
+        """Largest part that there is room for."""
+        self._memory: Tensor | None = None
+        self._turns = 0
+
+    def begin(self, part: Tensor) -> Turn:
+        """See `Exchange`. More room is made where it is needed, which all ranks do together."""
+        needed = part.numel() * part.element_size()
+        if needed > self.part_bytes:
+            self._allocate(needed)
+        self._turns += 1
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return _SymmetricTurn(self, self._turns % _SETS, part)
+
+    def _allocate(self, needed: int) -> None:
+        torch.cuda.synchronize(self.device)
+        self.handle = self._memory = None
+        self.part_bytes = -(-needed // _ALIGNMENT) * _ALIGNMENT
+        size = _SETS * (2 * self.axis.size - 1) * self.part_bytes
+        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
+        self.handle = symmetric_memory.rendezvous(self._memory, self.axis.group.group_name)
+
+    def signal(self, peer: int, channel: int) -> None:
+        """On the current stream: tell `peer` that all before this is done."""
+        if not self.writes:
+            self.handle.put_signal(peer, channel)
+            return
+        pad = self.handle.get_signal_pad(peer, [self.axis.size * (channel + 1)], torch.uint32)
+        offset = channel * self.axis.size + self.axis.rank
+        type(self.handle).stream_write_value32(pad, offset, 1)
+
+
+class _SymmetricTurn:
+    def __init__(self, exchange: SymmetricExchange, number: int, part: Tensor) -> None:
+        self._exchange = exchange
+        self._shape = tuple(part.shape)
+        self._dtype = part.dtype
+        self._numel = part.numel()
+        size = exchange.axis.size
+        room = exchange.part_bytes // part.element_size()
+        self._gather_at = number * (2 * size - 1) * room
+        self._sums_at = self._gather_at + size * room
+        self._room = room
+        self._channel = number * 2
+        self._own: Tensor | None = None
+        self._waits: set[tuple[int, int]] = set()
+        self._sums: list[int] = []
+        self._kept: list[Tensor] = []
+        """What is being sent; its memory must not be used again before."""
+
+    def _buffer(self, rank: int, offset: int) -> Tensor:
+        handle = self._exchange.handle
+        return handle.get_buffer(rank, self._shape, self._dtype, storage_offset=offset)
+
+    def _part_of(self, rank: int, source: int) -> Tensor:
+        return self._buffer(rank, self._gather_at + source * self._numel)
+
+    def _copy(self, x: Tensor, into: Tensor, peer: int, channel: int) -> None:
+        exchange = self._exchange
+        with torch.cuda.stream(exchange.stream):
+            into.copy_(x, non_blocking=True)
+            exchange.signal(peer, channel)
+
+    def _wait(self, source: int, channel: int) -> None:
+        if (source, channel) in self._waits:
+            self._waits.remove((source, channel))
+            self._exchange.handle.wait_signal(source, channel)
+
+    def gather(self, part: Tensor) -> None:
+        axis = self._exchange.axis
+        self._own = part
+        self._kept.append(part)
+        for step in range(1, axis.size):
+            peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            self._copy(part, self._part_of(peer, axis.rank), peer, self._channel)
+            self._waits.add((source, self._channel))
+
+    def part(self, step: int) -> Tensor:
+        axis = self._exchange.axis
+        if step == 0:
+            assert self._own is not None
+            return self._own
+        source = (axis.rank - step) % axis.size
+        self._wait(source, self._channel)
+        return self._part_of(axis.rank, source)
+
+    def whole(self) -> Tensor:
+        axis = self._exchange.axis
+        own = self.part(0)
+        self._part_of(axis.rank, axis.rank).copy_(own)
+        for step in range(1, axis.size):
+            self.part(step)
+        shape = (axis.size * self._shape[0], *self._shape[1:])
+        return self._exchange.handle.get_buffer(
+            axis.rank, shape, self._dtype, storage_offset=self._gather_at
+        )
+
+    def send(self, step: int, partial: Tensor) -> None:
+        axis, channel = self._exchange.axis, self._channel + 1
+        peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        self._exchange.stream.wait_stream(torch.cuda.current_stream())
+        offset = self._sums_at + (step - 1) * self._room
+        self._copy(partial, self._buffer(peer, offset), peer, channel)
+        self._kept.append(partial)
+        self._waits.add((source, channel))
+        self._sums.append(step)
+
+    def add_to(self, own: Tensor) -> Tensor:
+        axis = self._exchange.axis
+        for step in self._sums:
+            self._wait((axis.rank - step) % axis.size, self._channel + 1)
+            own.add_(self._buffer(axis.rank, self._sums_at + (step - 1) * self._room))
+        return own
+
+    def end(self) -> None:
+        for source, channel in sorted(self._waits):
+            self._wait(source, channel)
+        torch.cuda.current_stream().wait_stream(self._exchange.stream)
+        self._kept.clear()
