@@ -361,7 +361,7 @@ def _print_speed_of_kernels(grad: Tensor) -> None:
     print(f"  largest of the gradient: {told:.3f} ms, {grad.numel() * 2 / told / 1e9:.2f} TB/s")
     with pytest.MonkeyPatch.context() as patch:
         for tile, warps in ((128, 8), (128, 4), (64, 4), (64, 8)):
-            patch.setattr(fp8, "_TILE", tile)
+            patch.setattr(fp8, "_TILE", (tile, tile))
             patch.setattr(fp8, "_WARPS", warps)
             took = _kernel_milliseconds(lambda: fp8_casts.cast_both(grad, one, "e5m2", both, None))
             speed = grad.numel() * 4 / took / 1e9

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 128
+_TILE = (128, 128)
+"""Rows and columns that one program casts."""
 _WARPS = 8
 _SPAN = 8192
 _PARTS = 1024
@@ -92,14 +93,18 @@ def _cast_both(
     want_itself: tl.constexpr,
     want_transposed: tl.constexpr,
     record: tl.constexpr,
-    tile: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    column = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
+    column = tl.program_id(1).to(tl.int64) * width + tl.arange(0, width)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     if record:
-        tl.atomic_max(seen, tl.max(tl.max(_size(values), axis=1), axis=0))
+        most = tl.max(tl.max(_size(values), axis=1), axis=0)
+        # Sizes are ordered as the integers of their bits.
+        place = seen.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(place, most.to(tl.int32, bitcast=True), sem="relaxed")
     limited = _limited(values, tl.load(scale), limit)
     if want_itself:
         rounded = limited.to(itself.dtype.element_ty)
@@ -170,7 +175,8 @@ def cast_both(
     values = x.new_empty((rows, columns), dtype=dtype) if itself else None
     turned = x.new_empty((columns, padded_rows), dtype=dtype) if transposed else None
     if columns and padded_rows:
-        _cast_both[(triton.cdiv(padded_rows, _TILE), triton.cdiv(columns, _TILE))](
+        height, width = _TILE
+        _cast_both[(triton.cdiv(padded_rows, height), triton.cdiv(columns, width))](
             x,
             x if values is None else values,
             x if turned is None else turned,
@@ -183,7 +189,8 @@ def cast_both(
             want_itself=itself,
             want_transposed=transposed,
             record=seen is not None,
-            tile=_TILE,
+            height=height,
+            width=width,
             num_warps=_WARPS,
         )
     return values, turned
