@@ -100,6 +100,10 @@ class RuntimeConfig:
     """torch.compile each of the plan's layers (about 15 % faster on one H200; compiling takes a
     minute).
     """
+    overlap_tensor_parallel: bool | None = None
+    """sequence_parallel: multiply part by part, while other parts of the sequence are on their way
+    between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory;
+    True: by messages elsewhere; False: one collective, then the whole product."""
     axis_order: Sequence[str] = ("pp", "dp", "cp", "tp")
     """Axes from slowest to fastest varying; the last holds neighbouring ranks."""
 

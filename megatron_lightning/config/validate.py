@@ -104,6 +104,23 @@ def _sequence_parallel(config: ParallelConfig) -> str | None:
     return None
 
 
+def _overlap_tensor(config: ParallelConfig) -> str | None:
+    label = "runtime.overlap_tensor_parallel=True"
+    if not config.runtime.overlap_tensor_parallel:
+        return None
+    if not config.sequence_parallel:
+        return (
+            f"{label} with sequence_parallel=False: only parts of a sequence can be on their way"
+            " while others are multiplied; set sequence_parallel=True, or None"
+        )
+    if config.expert.overlap_all_to_all:
+        return (
+            f"{label} with expert.overlap_all_to_all=True: the moves of two passes that run side by"
+            " side would mix; set one of them to False"
+        )
+    return None
+
+
 def _schedule(config: ParallelConfig) -> str | None:
     known = get_args(ScheduleName)
     if config.pipeline.schedule not in known:
@@ -177,6 +194,7 @@ RULES: tuple[Rule, ...] = (
     _virtual_size,
     _micro_batch_size,
     _sequence_parallel,
+    _overlap_tensor,
     _schedule,
     _schedule_chunks,
     _schedule_ranks,

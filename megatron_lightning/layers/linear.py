@@ -66,14 +66,18 @@ class Linear(nn.Module):
         weight = self.weight.view(-1, in_features)
         bias = None if self.bias is None else self.bias.view(-1)
         inner_bias = None if self.sums_output else bias
-        sums = self.sums_weight_gradient
+        sums, after = self.sums_weight_gradient, self.after
         if self.quantized is not None:
             y = self.quantized(x, weight, inner_bias, self.before, sums=sums)
-        else:
-            y = bordered_linear(x, weight, inner_bias, self.before, self.weight_sink, sums=sums)
+        else:  # the sum of partial outputs may be one with the product
+            fused = after if self.sums_output else None
+            after = None if self.sums_output else after
+            y = bordered_linear(
+                x, weight, inner_bias, self.before, self.weight_sink, sums=sums, after=fused
+            )
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
-        if self.after is not None:
-            y = self.after(y)
+        if after is not None:
+            y = after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
 
     def extra_repr(self) -> str:

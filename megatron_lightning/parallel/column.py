@@ -29,6 +29,7 @@ from megatron_lightning.parallel.collectives import (
 )
 from megatron_lightning.parallel.main_gradient import both_gradients, weight_gradient
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.overlap import Overlap, gathered_linear
 
 
 class DefersWeightGradient(Protocol):
@@ -50,6 +51,8 @@ class ColumnInput:
     axis: MeshAxis
     sequence_dim: int | None
     """Dim that is split and gathered; None: the input is whole, its gradient is summed."""
+    overlap: Overlap | None = None
+    """Set where the product hides the gather."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Part of the sequence, or whole input -> whole input."""
@@ -72,6 +75,9 @@ class ColumnInput:
         """
         if torch.is_autocast_enabled(x.device.type):  # which casts around each operation of its own
             return F.linear(self(x), weight, bias)
+        overlap = self.overlap
+        if overlap is not None and sink is None and overlap.gathers(x, self.sequence_dim):
+            return gathered_linear(x, weight, bias, overlap, sums=sums)
         return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, sink, sums)
 
 

@@ -19,6 +19,7 @@ from megatron_lightning.parallel.column import (
 )
 from megatron_lightning.parallel.main_gradient import summing_linear
 from megatron_lightning.parallel.quantized import QuantizedProducts
+from megatron_lightning.parallel.row import RowOutput
 
 Border = Callable[[Tensor], Tensor]
 """What a layer does to its input or output; None for nothing."""
@@ -32,11 +33,30 @@ def bordered_linear(
     sink: DefersWeightGradient | None = None,
     *,
     sums: bool = False,
+    after: Border | None = None,
 ) -> Tensor:
-    """`F.linear(before(x), weight, bias)`, fused where the border can be.
+    """`after(F.linear(before(x), weight, bias))`, fused where the borders can be.
 
     With a `sink` the weight's gradient may be put off; with `sums` it goes to its main gradient.
     """
+    if isinstance(after, RowOutput) and bias is None and sink is None:
+        x, before = x if before is None else before(x), None
+        y = after.linear(x, weight, sums=sums)
+        if y is not None:
+            return y
+    y = _before_and_linear(x, weight, bias, before, sink, sums=sums)
+    return y if after is None else after(y)
+
+
+def _before_and_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Border | None,
+    sink: DefersWeightGradient | None,
+    *,
+    sums: bool,
+) -> Tensor:
     if isinstance(before, ColumnInput):
         return before.linear(x, weight, bias, sink, sums=sums)
     x = x if before is None else before(x)
@@ -66,9 +86,11 @@ class SplitLinear(nn.Linear):
         bias = None if self.sums_output else self.bias
         if self.quantized is not None:
             y = self.quantized(input, self.weight, bias, self.before, sums=False)
+            y = y if self.after is None else self.after(y)
         else:
-            y = bordered_linear(input, self.weight, bias, self.before, self.weight_sink)
-        y = y if self.after is None else self.after(y)
+            y = bordered_linear(
+                input, self.weight, bias, self.before, self.weight_sink, after=self.after
+            )
         return y if self.bias is None or not self.sums_output else y + self.bias
 
 

@@ -25,17 +25,28 @@ _ALIGNMENT = 512
 class SymmetricExchange:
     """Moves through memory that all ranks of the axis have mapped: GPUs of one host."""
 
-    def __init__(self, axis: MeshAxis, device: torch.device, *, writes: bool = False) -> None:
+    def __init__(
+        self,
+        axis: MeshAxis,
+        device: torch.device,
+        *,
+        timeout_seconds: float = 600.0,
+        writes: bool = False,
+    ) -> None:
         self.axis = axis
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.writes = writes
         """Whether signals are sent by the stream's own writes instead of a small kernel."""
+        self.timeout_ms = round(1000 * timeout_seconds)
+        """A signal that takes longer ends the process."""
         self.handle: Any = None
         self.part_bytes = 0
         """Largest part that there is room for."""
         self._memory: Tensor | None = None
         self._turns = 0
+        self._last = torch.cuda.current_stream(device)
+        """The stream of the last turn."""
 
     def begin(self, part: Tensor) -> Turn:
         """See `Exchange`. More room is made where it is needed, which all ranks do together."""
@@ -43,8 +54,22 @@ class SymmetricExchange:
         if needed > self.part_bytes:
             self._allocate(needed)
         self._turns += 1
-        self.stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        if current != self._last:  # turns follow each other, also from stream to stream
+            current.wait_stream(self._last)
+            self._last = current
+        self.stream.wait_stream(current)
         return _SymmetricTurn(self, self._turns % _SETS, part)
+
+    def try_out(self) -> None:
+        """Move a few numbers; RuntimeError where they don't arrive."""
+        x = torch.full((256, 1), float(self.axis.rank), device=self.device)
+        turn = self.begin(x)
+        turn.gather(x)
+        found = turn.whole().view(self.axis.size, -1)[:, 0].tolist()
+        turn.end()
+        if found != list(range(self.axis.size)):
+            raise RuntimeError(f"{found} arrived in place of the ranks' numbers")
 
     def _allocate(self, needed: int) -> None:
         torch.cuda.synchronize(self.device)
@@ -57,7 +82,7 @@ class SymmetricExchange:
     def signal(self, peer: int, channel: int) -> None:
         """On the current stream: tell `peer` that all before this is done."""
         if not self.writes:
-            self.handle.put_signal(peer, channel)
+            self.handle.put_signal(peer, channel, self.timeout_ms)
             return
         pad = self.handle.get_signal_pad(peer, [self.axis.size * (channel + 1)], torch.uint32)
         offset = channel * self.axis.size + self.axis.rank
@@ -98,7 +123,8 @@ class _SymmetricTurn:
     def _wait(self, source: int, channel: int) -> None:
         if (source, channel) in self._waits:
             self._waits.remove((source, channel))
-            self._exchange.handle.wait_signal(source, channel)
+            exchange = self._exchange
+            exchange.handle.wait_signal(source, channel, exchange.timeout_ms)
 
     def gather(self, part: Tensor) -> None:
         axis = self._exchange.axis

@@ -27,7 +27,9 @@ from megatron_lightning.parallel.collectives import (
 )
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.overlap import Overlap
 from megatron_lightning.parallel.plain_layers import adopt
+from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.tensor_checks import (
     ModuleSplits,
     NamedParameter,
@@ -47,6 +49,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool = False,
     prefix: str = "",
     experts: ExpertAxes | None = None,
+    overlap: Overlap | None = None,
 ) -> dict[str, ParameterInfo]:
     """Split `network` in place over the tensor axis and return the table of its parameters.
 
@@ -56,8 +59,9 @@ def apply_tensor_parallel(
     once, under the first of its names. Its `Split.gradient` is what holds in this run: WHOLE on one
     rank, and for SEQUENCE without sequence parallelism. On an axis of size 1 only the table is made
     and the vocabulary is padded. Rows of experts are split over the axes `experts` (None: over
-    none), and their modules get no borders: `parallel.expert` moves tokens instead. ValueError
-    lists everything that doesn't fit.
+    none), and their modules get no borders: `parallel.expert` moves tokens instead. With an
+    `overlap` products hide the collectives of a split sequence. ValueError lists everything that
+    doesn't fit.
     """
     experts = experts or ExpertAxes()
     problems = check_tensor_plan(
@@ -95,7 +99,7 @@ def apply_tensor_parallel(
         )
         _assign(parameter, box.cut(parameter.value))
     if axis.size > 1:
-        _set_borders(network, plan, axis, sequence_dim)
+        _set_borders(network, plan, axis, sequence_dim, overlap)
     return table
 
 
@@ -192,7 +196,11 @@ def _assign(parameter: NamedParameter, local: Tensor) -> None:
 
 
 def _set_borders(
-    network: nn.Module, plan: ParallelPlan, axis: MeshAxis, sequence_dim: int | None
+    network: nn.Module,
+    plan: ParallelPlan,
+    axis: MeshAxis,
+    sequence_dim: int | None,
+    overlap: Overlap | None,
 ) -> None:
     """Tell each module that owns parameters what to do at its borders, and the loss its axis."""
     split_logits = False
@@ -211,10 +219,10 @@ def _set_borders(
             _set_lookup(module, axis, sequence_dim)
             continue
         if roles & {Role.COLUMN, Role.VOCABULARY}:
-            _set_column(module, splits, axis, sequence_dim)
+            _set_column(module, splits, axis, sequence_dim, overlap)
             split_logits |= Role.VOCABULARY in roles
         if Role.ROW in roles:
-            _set_row(module, roles, axis, sequence_dim)
+            _set_row(module, roles, axis, sequence_dim, overlap)
         if Role.FOLLOWS in roles and hasattr(module, "axis"):
             cast(Any, module).axis = axis
     for module in network.modules():
@@ -248,9 +256,13 @@ def _set_lookup(module: Any, axis: MeshAxis, sequence_dim: int | None) -> None:
 
 
 def _set_column(
-    module: Any, splits: ModuleSplits, axis: MeshAxis, sequence_dim: int | None
+    module: Any,
+    splits: ModuleSplits,
+    axis: MeshAxis,
+    sequence_dim: int | None,
+    overlap: Overlap | None,
 ) -> None:
-    module.before = ColumnInput(axis, sequence_dim)
+    module.before = ColumnInput(axis, sequence_dim, overlap)
     gather = partial(gather_dim, axis=axis, dim=-1, backward="split")
     if any(split.gather_output for split in splits.by_attribute.values()):
         module.after = gather
@@ -260,8 +272,16 @@ def _set_column(
         module.out_features = module.weight.shape[0]
 
 
-def _set_row(module: Any, roles: set[Role], axis: MeshAxis, sequence_dim: int | None) -> None:
+def _set_row(
+    module: Any,
+    roles: set[Role],
+    axis: MeshAxis,
+    sequence_dim: int | None,
+    overlap: Overlap | None,
+) -> None:
     module.after = _sum_border(axis, sequence_dim)
+    if overlap is not None and sequence_dim is not None:
+        module.after = RowOutput(axis, sequence_dim, overlap)
     if hasattr(module, "sums_output"):
         module.sums_output = True
         if Role.COLUMN not in roles:

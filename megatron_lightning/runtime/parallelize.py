@@ -34,6 +34,8 @@ from megatron_lightning.parallel.fsdp import (
 )
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap import Overlap
+from megatron_lightning.parallel.overlap_choice import choose_overlap
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
 from megatron_lightning.parallel.quantization import apply_quantization, chosen_linears
 from megatron_lightning.parallel.recompute import compile_inside
@@ -169,6 +171,7 @@ def _apply_layout(
         sequence_parallel=sequence_parallel,
         prefix=prefix,
         experts=ExpertAxes.of(mesh),
+        overlap=_overlap(mesh, config),
     )
     apply_context_parallel(chunk, mesh, config.context)
     apply_expert_parallel(chunk, mesh, config.expert, sequence_parallel=sequence_parallel)
@@ -182,6 +185,18 @@ def _apply_layout(
     )
     expect_values(chunk, rows, prefix)
     return rows, streams
+
+
+def _overlap(mesh: ParallelMesh, config: ParallelConfig) -> Overlap | None:
+    """How products hide the collectives of a split sequence; None: not at all."""
+    if not config.sequence_parallel:
+        return None
+    return choose_overlap(
+        mesh.tp,
+        mesh.device,
+        wanted=config.runtime.overlap_tensor_parallel,
+        timeout_seconds=config.runtime.timeout_seconds,
+    )
 
 
 def _fill(
