@@ -16,7 +16,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from train_step import SHAPES, RandomTokens, ceiling
+from shapes import SHAPES, RandomTokens
+from train_step import ceiling
 
 from megatron_lightning.config import GPTConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig

@@ -6,36 +6,47 @@ bf16-mixed (bfloat16 weights, float32 main gradients and masters, AdamW), clip 1
 Prints one JSON line a configuration:
 
     python benchmarks/train_step.py --shapes a b --compile --out results.json
+    python benchmarks/train_step.py --devices 2 --pp 2 --accumulate 8 --schedule zb-v --virtual 2
+
+Whatever has no option of its own is set by `--set`: a field of the strategy's configs
+(`--set pipeline.head_cost=0.9 data_parallel.bucket_size=10_000_000`) or of the network
+(`--set network.qk_layernorm=True`).
 
 Tokens a second a GPU are the median over `--steps` steps, the device synchronised around each.
 FLOPs a token: 6 N_matmul + k L heads head_dim S, k = 12 for the whole score matrix (full), 6 for
 what a causal kernel computes; MFU against 989 TFLOP/s. The ceiling is a product of 8192^3 in
-bfloat16, measured before. `speed.py` runs this beside the peer.
+bfloat16, measured before. Peak memory is that of the rank that needs most. `speed.py` runs this
+beside the peer.
 """
 
 import argparse
+import ast
 import gc
 import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args
 
 import lightning as L
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from shapes import SHAPES, RandomTokens
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.config import (
+    ContextConfig,
     DataParallelConfig,
     GPTConfig,
     MoEConfig,
+    PipelineConfig,
     QuantizationConfig,
     RotaryConfig,
     RuntimeConfig,
 )
+from megatron_lightning.config.context import ContextForm
+from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
@@ -43,79 +54,6 @@ from megatron_lightning.runtime.kernel_times import union
 from megatron_lightning.strategies import MegatronStrategy
 
 H200_BF16_TFLOPS = 989.0
-SHAPES: dict[str, dict[str, Any]] = {
-    "a": dict(
-        layers=16,
-        hidden=2048,
-        ffn=8192,
-        heads=32,
-        groups=8,
-        vocab=32768,
-        seq=4096,
-        micro=4,
-        accumulate=2,
-    ),
-    "b": dict(
-        layers=8,
-        hidden=4096,
-        ffn=14336,
-        heads=32,
-        groups=8,
-        vocab=128256,
-        seq=8192,
-        micro=1,
-        accumulate=2,
-    ),
-    "c": dict(
-        layers=8,
-        hidden=2048,
-        ffn=6144,
-        heads=32,
-        groups=4,
-        head_dim=128,
-        vocab=151936,
-        seq=4096,
-        micro=2,
-        accumulate=2,
-        qk_layernorm=True,
-        rope=1e6,
-        experts=MoEConfig(
-            num_experts=128,
-            router_topk=8,
-            ffn_hidden_size=768,
-            aux_loss_coeff=1e-3,
-        ),
-    ),
-}
-
-
-class RandomTokens(L.LightningDataModule):
-    """A few fixed random batches over and over, on the device."""
-
-    def __init__(self, shape: dict[str, Any], batches: int) -> None:
-        super().__init__()
-        self.shape, self.batches = shape, batches
-        self.micro_batch_size = shape["micro"]
-
-    def train_dataloader(self) -> "RandomTokens":
-        return self
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        rows = self.shape["micro"] * self.shape["accumulate"]
-        generator = torch.Generator().manual_seed(0)
-        size = (4, rows, self.shape["seq"] + 1)
-        tokens = torch.randint(0, self.shape["vocab"], size, generator=generator)
-        for index in range(self.batches):
-            row = tokens[index % 4]
-            mask = torch.ones(rows, self.shape["seq"])
-            yield {
-                "tokens": row[:, :-1].contiguous(),
-                "labels": row[:, 1:].contiguous(),
-                "loss_mask": mask,
-            }
 
 
 class Kernels(L.Callback):
@@ -167,6 +105,7 @@ class Clock(L.Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.peak_gib = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         gc.disable()
@@ -181,6 +120,12 @@ class Clock(L.Callback):
         torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.start)
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+        if dist.is_initialized():
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        self.peak_gib = float(peak)
 
 
 def experts_of(shape: dict[str, Any], forced: bool) -> MoEConfig | None:
@@ -213,9 +158,45 @@ def quantization(args: argparse.Namespace) -> QuantizationConfig | None:
     return QuantizationConfig(recipe=args.fp8, keep_first=args.keep, keep_last=args.keep)
 
 
+def shape_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The shape, with what the command line says instead."""
+    given = {key: getattr(args, key) for key in ("seq", "micro", "accumulate")}
+    return SHAPES[name] | {key: value for key, value in given.items() if value}
+
+
+def override(config: Any, settings: list[str]) -> Any:
+    """`config` with "field=value" or "section.field=value" set; values are Python literals or, if
+    they are none, strings. ValueError for a name that isn't there.
+    """
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        try:
+            value: Any = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        config = _with_field(config, name.split("."), value, setting)
+    return config
+
+
+def _with_field(config: Any, path: list[str], value: Any, setting: str) -> Any:
+    known = [field.name for field in fields(config)] if is_dataclass(config) else []
+    if path[0] not in known:
+        raise ValueError(f"--set {setting}: {path[0]!r} is none of {', '.join(known) or 'nothing'}")
+    if len(path) > 1:
+        value = _with_field(getattr(config, path[0]), path[1:], value, setting)
+    return replace(config, **{path[0]: value})
+
+
+def settings_of(args: argparse.Namespace, network: bool) -> list[str]:
+    """What `--set` says of the network, or of the layout."""
+    if not network:
+        return [one for one in args.set if not one.startswith("network.")]
+    return [one.removeprefix("network.") for one in args.set if one.startswith("network.")]
+
+
 def network_of(shape: dict[str, Any], args: argparse.Namespace) -> GPTConfig:
     """The shape's network."""
-    return GPTConfig(
+    config = GPTConfig(
         vocab_size=shape["vocab"],
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
@@ -228,23 +209,39 @@ def network_of(shape: dict[str, Any], args: argparse.Namespace) -> GPTConfig:
         moe=experts_of(shape, args.forced),
         max_position_embeddings=shape["seq"],
     )
+    return override(config, settings_of(args, network=True))
 
 
-def trainer_of(args: argparse.Namespace, callbacks: list[L.Callback]) -> L.Trainer:
-    """The layout that was asked for, and nothing that is not the step."""
-    return L.Trainer(
-        strategy=MegatronStrategy(
-            tensor_parallel_size=args.tp,
-            pipeline_parallel_size=args.pp,
-            expert_parallel_size=args.ep,
-            sequence_parallel=args.tp > 1,
-            context_parallel_size=args.cp,
-            data_parallel=DataParallelConfig(
-                sharding=args.sharding, fuse_weight_gradients=not args.no_fuse
-            ),
-            runtime=RuntimeConfig(compile_layers=args.compile),
-            quantization=quantization(args),
+def layout_of(args: argparse.Namespace) -> ParallelConfig:
+    """The layout that was asked for."""
+    config = ParallelConfig(
+        tensor_parallel_size=args.tp,
+        pipeline_parallel_size=args.pp,
+        expert_parallel_size=args.ep,
+        sequence_parallel=args.tp > 1,
+        context_parallel_size=args.cp,
+        pipeline=PipelineConfig(
+            schedule=args.schedule,
+            virtual_pipeline_size=args.virtual,
+            layout=args.layout or None,
         ),
+        context=ContextConfig(form=args.context),
+        data_parallel=DataParallelConfig(
+            sharding=args.sharding, fuse_weight_gradients=not args.no_fuse
+        ),
+        runtime=RuntimeConfig(compile_layers=args.compile),
+        quantization=quantization(args),
+    )
+    return override(config, settings_of(args, network=False))
+
+
+def trainer_of(
+    layout: ParallelConfig, args: argparse.Namespace, callbacks: list[L.Callback]
+) -> L.Trainer:
+    """A trainer of this layout, and nothing that is not the step."""
+    options = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    return L.Trainer(
+        strategy=MegatronStrategy(**options),
         accelerator="gpu",
         devices=args.devices,
         precision="bf16-mixed",
@@ -260,16 +257,16 @@ def trainer_of(args: argparse.Namespace, callbacks: list[L.Callback]) -> L.Train
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train `--warm` + `--steps` steps of one shape."""
-    shape = SHAPES[name]
-    config = network_of(shape, args)
+    shape = shape_of(name, args)
+    config, layout = network_of(shape, args), layout_of(args)
     top = ceiling()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
-    trainer = trainer_of(args, [clock, *kernels])
+    trainer = trainer_of(layout, args, [clock, *kernels])
     model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
-    trainer.fit(model, RandomTokens(shape, args.warm + args.steps))
+    trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
     for one in kernels:
         table = one.table()
         if args.profile:
@@ -293,6 +290,14 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "keep": args.keep if args.fp8 else None,
         "dp": dp,
         "cp": args.cp,
+        "seq": shape["seq"],
+        "micro": shape["micro"],
+        "accumulate": shape["accumulate"],
+        "schedule": layout.pipeline.schedule if args.pp > 1 else None,
+        "virtual": layout.pipeline.virtual_pipeline_size if args.pp > 1 else None,
+        "context": layout.context.form if args.cp > 1 else None,
+        "packed": args.packed,
+        "set": args.set,
         "sharding": args.sharding,
         "fuse_weight_gradients": not args.no_fuse,
         "tokens_per_second_per_gpu": round(rate),
@@ -305,7 +310,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "ceiling_tflops": round(top, 1),
         "share_of_ceiling": round(tflops / top, 4),
         "kernel_busy_share": round(kernels[0].busy_share, 4) if kernels else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": round(clock.peak_gib, 2),
         "first_loss": clock.losses[0],
         "last_loss": clock.losses[-1],
         "gpu": torch.cuda.get_device_name(),
@@ -324,6 +329,15 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=0, help="tokens a sample, not the shape's")
+    parser.add_argument("--micro", type=int, default=0, help="samples a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=0, help="micro-batches a step and rank")
+    parser.add_argument("--schedule", default="1f1b", choices=get_args(ScheduleName))
+    parser.add_argument("--virtual", type=int, default=1, help="--pp: chunks of layers a rank")
+    parser.add_argument("--layout", default="", help='--pp: stages, e.g. "Et*8|t*8L"')
+    parser.add_argument("--context", default="ring", choices=get_args(ContextForm))
+    parser.add_argument("--packed", action="store_true", help="samples full of short documents")
+    parser.add_argument("--set", nargs="+", default=[], help="SECTION.FIELD=VALUE of a config")
     parser.add_argument("--fp8", choices=REAL_RECIPES, help="recipe of the linear layers")
     parser.add_argument("--keep", type=int, default=0, help="--fp8: first and last layers in bf16")
     parser.add_argument("--sharding", default="none", choices=["none", "optimizer", "fsdp"])
