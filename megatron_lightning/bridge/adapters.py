@@ -17,7 +17,7 @@ from megatron_lightning.bridge.adapter_names import (
     adapter_table,
     places,
 )
-from megatron_lightning.bridge.export import RankBoxes, held_boxes
+from megatron_lightning.bridge.export import RankBoxes, check_dtype, held_boxes, ranks_of
 from megatron_lightning.bridge.family import Family
 from megatron_lightning.bridge.folder import read_json
 from megatron_lightning.bridge.hf import family_named, family_of
@@ -26,7 +26,6 @@ from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import StoredTensor, read_header
 from megatron_lightning.bridge.weights import FolderWeights
 from megatron_lightning.bridge.writing import Export, begin_folder
-from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
 from megatron_lightning.config.lora import LoraConfig, is_adapter
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.models import MegatronModule
@@ -35,13 +34,17 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _READ = ("r", "lora_alpha", "lora_dropout", "use_rslora", "base_model_name_or_path")
 _TEXT = """
 auto_mapping corda_config eva_config exclude_modules fan_in_fan_out inference_mode
-init_lora_weights layers_pattern layers_to_transform loftq_config lora_ga_config megatron_config
+layers_pattern layers_to_transform loftq_config lora_ga_config megatron_config
 megatron_core monteclora_config peft_type peft_version qalora_group_size revision runtime_config
 target_modules task_type
 """
 _SAME_ANYWAY = frozenset(_TEXT.split())
 """Fields of a config that say nothing which the names in the file don't, or how it was begun."""
-_FORMS = {"bias": "none"}
+_FORMS = {
+    "bias": ("none",),
+    # Other beginnings (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, ...) change the base.
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+}
 """Values of others that change nothing; null, false and empty ones don't either."""
 
 
@@ -56,20 +59,17 @@ def save_adapters(
     """
     if module.lora is None:
         raise ValueError("save_adapters: the module has no adapters; see add_lora")
+    check_dtype(dtype)
     family, config = _family(module)
-    prefix = f"{module.network_attribute}."
-    shapes = {
-        name.removeprefix(prefix): shape
-        for name, shape in module.global_shapes().items()
-        if is_adapter(name)
-    }
+    shapes = _adapter_shapes(module)
     found = places(module, family, config)
     table = adapter_table(found, shapes, family)
     whole, together = held_boxes(module)
     held = RankBoxes(
         {name: box for name, box in whole.boxes.items() if name in shapes}, whole.computed_in
     )
-    ranks = RankGroup(None if together else ALONE)
+    ranks = ranks_of(module, together)
+    mine = held.share(ranks)
     dtypes: dict[str, torch.dtype] = {}
     for one in ranks.gather("comparing dtypes", held.dtypes):
         dtypes |= one
@@ -79,11 +79,11 @@ def save_adapters(
         for name, entry in table.entries.items()
         for there in entry.names
     }
-    target = Path(path)
+    target = Path(path).resolve()
     partial = ranks.broadcast("beginning an export", lambda: begin_folder(target))
     files = plan_files(partial, entries, max_shard_bytes=2**63, single=WEIGHTS)
     names = {name: name for name in table.theirs}
-    export = Export(path=target, files=files, table=table, names=names, mine=held.share(ranks))
+    export = Export(path=target, files=files, table=table, names=names, mine=mine)
     try:
         ranks.broadcast("laying out files", files.create)
         ranks.gather("writing adapters", lambda: export.write(held))
@@ -116,13 +116,7 @@ def load_adapters(module: MegatronModule, path: str | Path) -> None:
             f"{folder / CONFIG}: rank {wanted.rank} and scale {wanted.scale:g}, but the module's"
             f" adapters have (rank, scale) = {ours}"
         )
-    prefix = f"{module.network_attribute}."
-    shapes = {
-        name.removeprefix(prefix): shape
-        for name, shape in module.global_shapes().items()
-        if is_adapter(name)
-    }
-    table = adapter_table(found, shapes, family)
+    table = adapter_table(found, _adapter_shapes(module), family)
     _compare({n: t.shape for n, t in tensors.items()}, table.theirs, folder)
     source = FolderWeights(table, tensors)
     module.adapter_values = source
@@ -136,6 +130,12 @@ def load_adapters(module: MegatronModule, path: str | Path) -> None:
     for name, parameter in module.network.named_parameters():
         if is_adapter(name):
             source.fill(parameter.detach(), name, (0,) * parameter.dim(), tuple(parameter.shape))
+
+
+def _adapter_shapes(module: MegatronModule) -> dict[str, tuple[int, ...]]:
+    prefix = f"{module.network_attribute}."
+    shapes = module.global_shapes().items()
+    return {name.removeprefix(prefix): shape for name, shape in shapes if is_adapter(name)}
 
 
 def _family(module: MegatronModule) -> tuple[Family, GPTConfig]:
@@ -163,7 +163,7 @@ def _peft_config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None if source is None else source["folder"],
+        "base_model_name_or_path": None if source is None else source["name"] or source["folder"],
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -220,7 +220,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         key: value
         for key, value in fields.items()
         if key not in (*_READ, *_SAME_ANYWAY)
-        and value != _FORMS.get(key)
+        and value not in _FORMS.get(key, ())
         and value not in (None, False, {}, [], "")
     }
     if unknown:
@@ -259,8 +259,12 @@ def _config_of(
     missing = [name for name in ("r", "lora_alpha") if fields.get(name) is None]
     if missing:
         raise ValueError(f"{folder / CONFIG}: {missing} missing, and no value is guessed for them")
+    for name, kinds in (("r", int), ("lora_alpha", (int, float)), ("lora_dropout", (int, float))):
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise ValueError(f"{folder / CONFIG}: {name}={value!r}: not a number that it may be")
     return LoraConfig(
-        rank=int(fields["r"]),
+        rank=fields["r"],
         alpha=float(fields["lora_alpha"]),
         targets=_targets(chosen, found),
         dropout=float(fields.get("lora_dropout") or 0.0),

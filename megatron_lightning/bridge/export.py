@@ -46,6 +46,12 @@ _NAMES = {
 }
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """ValueError for a dtype that weights are not written in; None is that which they have."""
+    if dtype is not None and dtype not in _NAMES:
+        raise ValueError(f"dtype={dtype}: use one of {sorted(_NAMES.values())}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """See `to_hf`."""
@@ -62,6 +68,22 @@ class ExportOptions:
     """Whether a folder that is there gives way to the new one."""
     merge_adapters: bool | None = None
     """Of checkpoints on disk; where a module is exported, the values are merged already."""
+
+    def __post_init__(self) -> None:
+        """ValueError for what no model could be written with."""
+        check_dtype(self.dtype)
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes={self.max_shard_bytes}: must be positive")
+        if self.push_to_hub is not None:
+            hub.check_repo_id(self.push_to_hub)
+
+    def check_tokenizer(self) -> None:
+        """ValueError where its folder is not there; the first rank alone reads it."""
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise ValueError(
+                f"tokenizer={str(self.tokenizer)!r}: there is no such folder; give one that holds"
+                " tokenizer files"
+            )
 
     def with_facts(self, facts: Facts) -> ExportOptions:
         """The same with these facts in the model card, beneath those given."""
@@ -117,7 +139,6 @@ def to_hf(
     ValueError when no architecture is this network, or `path` holds something already;
     CheckpointError when what was written differs. On several ranks a CheckpointError on all.
     """
-    held, together = held_for_export(module, merge_adapters)
     options = ExportOptions(
         dtype=dtype,
         architecture=architecture,
@@ -125,17 +146,18 @@ def to_hf(
         tokenizer=tokenizer,
         verify=verify,
         push_to_hub=push_to_hub,
-        facts={} if module._trainer is None else facts_of_trainer(module.trainer),
     )
-    export(module, held, Path(path), options, RankGroup(None if together else ALONE))
+    held, together = held_for_export(module, merge_adapters)
+    if module._trainer is not None:
+        options = options.with_facts(facts_of_trainer(module.trainer))
+    export(module, held, Path(path), options, ranks_of(module, together))
 
 
 def export(
     module: MegatronModule, held: Held, path: Path, options: ExportOptions, ranks: RankGroup
 ) -> None:
     """Write the values that all ranks hold together as the model that `module` is; see `to_hf`."""
-    if options.push_to_hub is not None:
-        hub.check_repo_id(options.push_to_hub)
+    path = path.resolve()
     writing = begin_export(module, held, path, options, ranks)
     try:
         with Bar.of("writing", writing.num_bytes) as bar:
@@ -175,7 +197,8 @@ def begin_export(
     bare = record is not None and record.bare and family.model_type == record.config["model_type"]
     names = {n: n.removeprefix(family.prefix) if bare else n for n in table.theirs}
     entries = {names[n]: (dtypes[n], shape) for n, shape in table.theirs.items()}
-    card = model_card(
+    card = partial(
+        model_card,
         path.name,
         architecture=family.architecture,
         dtypes=dtypes,
@@ -186,6 +209,7 @@ def begin_export(
     source = options.tokenizer
     source = record.folder if source is None and record is not None else source
     fields = _with_dtype(fields, dtypes, options.dtype is not None)
+    ranks.broadcast("beginning an export", options.check_tokenizer)
     folder = ranks.broadcast(
         "beginning an export", lambda: begin_folder(path, replace=options.replace)
     )
@@ -195,7 +219,7 @@ def begin_export(
         mine = {name: boxes for name, boxes in mine.items() if name in table.entries}
         writing = Export(path=path, files=files, table=table, names=names, mine=mine)
         ranks.broadcast("laying out files", files.create)
-        ranks.broadcast("laying out files", lambda: writing.describe(fields, source, card))
+        ranks.broadcast("laying out files", lambda: writing.describe(fields, source, card()))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -231,6 +255,11 @@ def held_for_export(module: MegatronModule, merge_adapters: bool | None) -> tupl
     model = _cut_model(module.trainer.strategy) if together else None
     factors = partial(factors_of_rank, module, model, held.boxes)
     return merged(module, held, merge_adapters, factors), together
+
+
+def ranks_of(module: MegatronModule, together: bool) -> RankGroup:
+    """Those that hold the module together, or this one alone."""
+    return RankGroup(module.trainer.strategy.mesh.control_group if together else ALONE)  # type: ignore[attr-defined]
 
 
 def _cut_model(strategy: Any) -> Any:
@@ -299,8 +328,6 @@ def _dtypes(
     ranks: RankGroup,
 ) -> dict[str, torch.dtype]:
     """Dtype of each tensor there: asked for, as it came, or as it is."""
-    if dtype is not None and dtype not in _NAMES:
-        raise ValueError(f"dtype={dtype}: use one of {sorted(_NAMES.values())}")
     if dtype is not None:
         return dict.fromkeys(table.theirs, dtype)
     if record is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.card import facts_of_checkpoint
-from megatron_lightning.bridge.export import ExportOptions, export
+from megatron_lightning.bridge.export import ExportOptions, check_dtype, export
 from megatron_lightning.bridge.load import from_hf
 from megatron_lightning.bridge.merge import Factors, factors_of, merged, weights_with_adapters
 from megatron_lightning.bridge.weights import FolderWeights
@@ -67,6 +67,9 @@ def import_checkpoint(
     target = Path(target)
     if target.exists():
         raise ValueError(f"target={str(target)!r} exists; choose another name or remove it")
+    check_dtype(dtype)
+    if files < 1:
+        raise ValueError(f"files={files}: give at least 1")
     model = from_hf(source, overrides=overrides)
     weights: Any = model.initial_values
     prefix = f"{model.network_attribute}."
@@ -146,7 +149,7 @@ def export_checkpoint(
     prefix = f"{module.network_attribute}."
     tensors = {n.removeprefix(prefix): t for n, t in exact_weights(content).items()}
     if adapted is not None and adapted["without_base"]:
-        tensors |= _base_of(module, str(source))
+        tensors = _base_of(module, str(source)) | tensors
     shapes = module.global_shapes() | module.buffer_shapes()
     shapes = {n.removeprefix(prefix): shape for n, shape in shapes.items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != shapes:

@@ -88,6 +88,7 @@ def verify_logits(folder: Path) -> float | None:
         return None
     length = min(_PROMPT, ours.config.max_position_embeddings)
     tokens = (torch.arange(2 * length) * _STRIDE % ours.config.vocab_size).view(2, length)
+    ours.eval()  # GPT-2 as it is published has dropout
     with torch.no_grad():
         mine: Tensor = ours(tokens)
     del ours

@@ -121,6 +121,8 @@ class HFExport(L.Callback):
                 " architecture of transformers is known for it; leave the callback out"
             )
         target_of(pl_module, self._options.architecture)
+        if trainer.is_global_zero:
+            self._options.check_tokenizer()
         if pl_module.lora is not None and self._merge_adapters is None:
             raise ValueError(
                 "HFExport: the module has adapters; give merge_adapters=True to write weights with"
@@ -197,9 +199,15 @@ class HFExport(L.Callback):
         options = self._options.with_facts(facts)
         path = self.path / _name(trainer.global_step)
         export = begin_export(module, held, path, options, ranks, mine=self._shares)
-        assert self._copy is not None
-        self._copy.take(held, export)
-        thread = ExportThread(export, self._copy, verify=options.verify)
+        copy = self._copy
+        assert copy is not None
+        try:
+            ranks.gather("copying weights to be exported", lambda: copy.take(held, export))
+        except BaseException:
+            if ranks.is_first:
+                export.abandon()
+            raise
+        thread = ExportThread(export, copy, verify=options.verify)
         thread.start()
         self._pending = _Pending(
             export=export,

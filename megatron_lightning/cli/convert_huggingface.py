@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def convert(options: Namespace) -> None:
         )
     unused = [*_NOT_HERE, *(EXPORT_ONLY if importing else ())]
     given = [name for name in unused if getattr(options, name) is not None]
+    given += ["allow_pickle"] if options.allow_pickle else []
     given += ["files"] if not importing and options.files != 1 else []
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -78,6 +80,8 @@ def _export(options: Namespace) -> int:
 
     size: dict[str, Any] = {}
     if options.shard_size is not None:
+        if not 1e-9 <= options.shard_size < math.inf:
+            raise UserError(f"--shard-size {options.shard_size:g}: give gigabytes, more than 0")
         size["max_shard_bytes"] = int(options.shard_size * 1e9)
     how = ExportOptions(
         dtype=_dtype(options),

@@ -201,7 +201,7 @@ def attach(
             glob = ".".join("*" if word.isdecimal() else word for word in path.split("."))
             rows[f"{glob}.{ADAPTERS}.{name}.lora_a.weight"] = of_a
             rows[f"{glob}.{ADAPTERS}.{name}.lora_b.weight"] = of_b
-        module.adapters = Adapters(made, packed)
+        module.adapters = Adapters(made, packed).train(module.training)
     return rows
 
 

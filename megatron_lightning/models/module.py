@@ -64,7 +64,7 @@ class MegatronModule(HoldsAdapters, LightningModule, ABC):
         if self.network is not None:
             return
         with torch.inference_mode(False):  # parameters made under it could never be trained
-            self.network = self.build_network("meta")
+            self.network = self.build_network("meta").train(self.training)
             self._give_values(self.network)
             if not (
                 self._trainer is not None

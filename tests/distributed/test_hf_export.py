@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lightning.bridge import from_hf
+from megatron_lightning.bridge.background import HostCopy
 from megatron_lightning.bridge.writing import Export
 from megatron_lightning.callbacks import HFExport
 from megatron_lightning.config import DataParallelConfig, GPTConfig
@@ -161,6 +162,21 @@ def test_a_failure_of_one_rank_ends_the_fit(tmp_path: Path) -> None:
     assert not list((tmp_path / "x").iterdir())
 
 
+def fail_to_copy(rank: int, world_size: int, out: str) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory for the copy")
+
+    if rank == 1:
+        HostCopy.take = fails  # type: ignore[method-assign]
+    fit(world_size, dict(tensor_parallel_size=2), [HFExport(out, every_n_steps=1)], 50)
+
+
+def test_a_rank_that_cannot_copy_ends_the_fit_for_all(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="copying weights to be exported failed"):
+        run_ranks_fresh(fail_to_copy, 2, str(tmp_path / "x"))
+    assert not list((tmp_path / "x").iterdir())
+
+
 class Stumble(L.Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2:
@@ -183,6 +199,8 @@ def test_an_exception_gives_up_what_is_under_way(tmp_path: Path) -> None:
         (dict(every_n_steps=0), "every_n_steps=0: give at least 1"),
         (dict(keep=0), "keep=0: give at least 1"),
         (dict(at_end=False), "would export nothing"),
+        (dict(dtype=torch.int8), "dtype=torch.int8: use one of"),
+        (dict(max_shard_bytes=0), "max_shard_bytes=0: must be positive"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
@@ -190,13 +208,22 @@ def test_options(options: dict[str, Any], message: str) -> None:
         HFExport("x", **options)
 
 
-def refused(rank: int, world_size: int, out: str) -> None:
-    fit(world_size, {}, [HFExport(out, architecture="gpt2")], 1)
+def refused(rank: int, world_size: int, out: str, options: dict[str, Any]) -> None:
+    fit(world_size, {}, [HFExport(out, **options)], 1)
 
 
-def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="architecture='gpt2' is not this network"):
-        run_ranks_fresh(refused, 1, str(tmp_path / "x"))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "gpt2"}, "architecture='gpt2' is not this network"),
+        ({"tokenizer": "nowhere"}, "tokenizer='nowhere': there is no such folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks_fresh(refused, 1, str(tmp_path / "x"), options)
     assert not (tmp_path / "x").exists()
 
 

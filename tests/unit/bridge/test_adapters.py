@@ -75,6 +75,9 @@ def test_names_are_as_short_as_they_may_be() -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save.*not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern.*not supported"),
         ({"r": None}, r"\['r'\] missing, and no value is guessed"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights.*not supported"),
+        ({"r": 4.5}, r"r=4.5: not a number that it may be"),
+        ({"lora_alpha": "8"}, r"lora_alpha='8': not a number"),
         ({"r": 8}, r"lora_A.weight has shape \[4, .*\], not \[8,"),
     ],
 )
@@ -125,6 +128,8 @@ def test_of_a_module_that_has_others_or_none(tmp_path: Path) -> None:
     apart = from_hf(DATA / "hf" / "phi3").add_lora(joined=False)
     with pytest.raises(ValueError, match="one module there.*joined=True"):
         apart.save_adapters(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"dtype=torch.int8: use one of"):
+        stirred("qwen2").save_adapters(tmp_path / "b", dtype=torch.int8)
     assert not list(tmp_path.iterdir())
 
 

@@ -225,6 +225,23 @@ def bfloat16_copy(name: str, folder: Path) -> Path:
     return folder
 
 
+def test_places_that_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to an empty folder, and the empty folder that one is in."""
+    model = from_hf(LOCAL / "llama")
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    model.save_hf(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "here")
+    model.save_hf(".")
+    for name in ("real", "here"):
+        assert_same_tensors(tmp_path / name, LOCAL / "llama")
+    with pytest.raises(ValueError, match=r"tokenizer='.*nowhere': there is no such folder"):
+        model.save_hf(tmp_path / "x", tokenizer=tmp_path / "nowhere")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "real"]
+
+
 def test_dtypes_files_and_companions(tmp_path: Path) -> None:
     source = bfloat16_copy("qwen3", tmp_path / "source")
     model = from_hf(source)

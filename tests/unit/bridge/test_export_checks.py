@@ -63,6 +63,19 @@ def test_other_logits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert verify_logits(tmp_path / "x") is None
 
 
+def test_logits_are_compared_without_dropout(tmp_path: Path) -> None:
+    """GPT-2 as it is published has dropout; a mode chosen before the network is built counts."""
+    probabilities = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5)
+    model = from_hf(LOCAL / "gpt2", overrides=probabilities)
+    model.save_hf(tmp_path / "x", verify=True)
+    tokens = torch.arange(8)[None]
+    again = from_hf(tmp_path / "x").eval()
+    expected = from_hf(LOCAL / "gpt2", overrides=dict.fromkeys(probabilities, 0.0))(tokens)
+    assert torch.equal(again(tokens), expected)
+    adapted = again.add_lora(rank=2, dropout=0.5)
+    assert not any(module.training for module in adapted.modules())
+
+
 def card(folder: Path) -> tuple[dict[str, Any], str]:
     """Front matter and text."""
     _, header, text = (folder / "README.md").read_text().split("---\n", 2)

@@ -83,6 +83,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["HF", "."], "exists; choose another name"),
         (["./nowhere", "x", "--from", "huggingface"], "no such folder"),
         (["nowhere", "x", "--to", "huggingface"], "nowhere"),
+        (["HF", "x", "--files", "0"], "files=0: give at least 1"),
+        (["HF", "x", "--allow-pickle"], "--allow-pickle: without a meaning"),
+        (["x", "y", "--to", "huggingface", "--shard-size", "nan"], "--shard-size nan: give gigab"),
+        (["x", "y", "--to", "huggingface", "--push-to-hub", "a/b/c"], "push_to_hub='a/b/c': give"),
         (["x.safetensors", "x", "--tokenizer", "y"], "--tokenizer: only with --to huggingface"),
     ],
 )
