@@ -2,8 +2,9 @@
 
 On Hopper and later it takes half to two thirds of FlashAttention 2's time. Torch's operator has no
 form for packed sequences that gives right gradients, so it serves calls whose sequences are all of
-one length and see everything, or are plainly causal over as many keys; others go to the flash
-kernel. Both give the same output and log-sum-exp, so that a backward pass may use either.
+one length and see everything, or are plainly causal over as many keys. Others go to cuDNN through
+its own front end where that is installed (`context_ragged.py`), else to the flash kernel. All give
+the same output and log-sum-exp, so that a backward pass may use any.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_lightning.parallel.context_flash import FlashKernel, Gradients
 from megatron_lightning.parallel.context_plan import CAUSAL, Band, Span
+from megatron_lightning.parallel.context_ragged import RaggedKernel, front_end_installed
 
 MAX_CUDNN_HEAD_DIM = 128
 """Largest head of cuDNN's kernels for training."""
@@ -45,10 +47,14 @@ def _is_recent(device: torch.device) -> bool:
 
 
 class CudnnKernel:
-    """cuDNN for regular calls, FlashAttention 2 for others."""
+    """cuDNN for regular calls, and with its front end (`ragged`; None: if installed) for those of
+    sequences of any lengths; FlashAttention 2 for others.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ragged: bool | None = None) -> None:
         self._other = FlashKernel()
+        use = front_end_installed() if ragged is None else ragged
+        self._ragged = RaggedKernel() if use else None
 
     def forward(
         self,
@@ -63,6 +69,10 @@ class CudnnKernel:
     ) -> tuple[Tensor, Tensor]:
         """See `BlockKernel.forward`."""
         if not is_regular(queries, keys, band):
+            if self._ragged is not None:
+                plans = self._ragged.plans(query, key, queries, keys, scale, band)
+                if plans is not None:
+                    return self._ragged.forward(plans[0], query, key, value, queries, keys)
             return self._other.forward(
                 query, key, value, queries=queries, keys=keys, scale=scale, band=band
             )
@@ -96,6 +106,12 @@ class CudnnKernel:
     ) -> Gradients:
         """See `BlockKernel.backward`."""
         if not is_regular(queries, keys, band):
+            if self._ragged is not None:
+                plans = self._ragged.plans(query, key, queries, keys, scale, band)
+                if plans is not None:
+                    return self._ragged.backward(
+                        plans[1], grad, query, key, value, output, log_sum, queries, keys
+                    )
             return self._other.backward(
                 grad,
                 query,

@@ -17,6 +17,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,16 +195,22 @@ def joined(spans: tuple[Span, ...]) -> tuple[Span, ...]:
 @functools.lru_cache(_CACHED)
 def span_index(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     """Row numbers of the spans, int64."""
-    rows = list(itertools.chain.from_iterable(range(*span) for span in spans))
-    with torch.inference_mode(False):
-        return torch.tensor(rows, dtype=torch.int64, device=device)
+    return to_device(
+        list(itertools.chain.from_iterable(range(*span) for span in spans)), torch.int64, device
+    )
 
 
 @functools.lru_cache(_CACHED)
 def boundaries(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     """Where each span begins when they are put in a row, and where the last ends: int32."""
     lengths = [stop - start for start, stop in spans]
+    return to_device(list(itertools.accumulate(lengths, initial=0)), torch.int32, device)
+
+
+def to_device(numbers: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of `numbers` on the device; the host doesn't wait for what runs there. It may be
+    kept for later calls, in training too.
+    """
     with torch.inference_mode(False):
-        return torch.tensor(
-            list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device
-        )
+        made = torch.as_tensor(numbers, dtype=dtype)
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
