@@ -150,7 +150,7 @@ def transports(axis: MeshAxis, device: torch.device) -> dict[str, Any]:
         try:
             x = torch.full((1024, 64), float(axis.rank), device=device, dtype=torch.bfloat16)
             turn = exchange.begin(x)
-            turn.gather(x)
+            turn.gather(x, joins=True)
             seen = turn.whole().view(axis.size, -1)[:, 0].tolist()
             turn.end()
             assert seen == list(range(axis.size)), seen
@@ -188,7 +188,7 @@ def moves(tokens: int, axis: MeshAxis, exchanges: dict[str, Any]) -> dict[str, f
 
     def turn(exchange: Exchange) -> None:
         one = exchange.begin(x)
-        one.gather(x)
+        one.gather(x, joins=True)
         one.whole()
         one.end()
 

@@ -22,8 +22,10 @@ from megatron_lightning.parallel.mesh import MeshAxis
 class Turn(Protocol):
     """What one operation moves. All ranks of the axis make the same calls in the same order."""
 
-    def gather(self, part: Tensor) -> None:
-        """Start to give the own part, contiguous, to all others. At most once."""
+    def gather(self, part: Tensor, *, joins: bool = False) -> None:
+        """Start to give the own part, contiguous, to all others. At most once. `joins`: for `whole`
+        too.
+        """
         ...
 
     def part(self, step: int) -> Tensor:
@@ -78,7 +80,7 @@ class _MessageTurn:
         self._arrive: dict[int, Callable[[], Tensor]] = {}
         self._sums: list[Callable[[], Tensor]] = []
 
-    def gather(self, part: Tensor) -> None:
+    def gather(self, part: Tensor, *, joins: bool = False) -> None:
         size = self._axis.size
         self._own = part
         self._joined = part.new_empty(size, *part.shape)

@@ -53,7 +53,7 @@ def gather_product_backward(
     """Gradients of `gather_product`: (n R, out), own (R, in) -> own (R, in), (out, in)."""
     turn = exchange.begin(x)
     if weight_gradient is not None:
-        turn.gather(x)
+        turn.gather(x, joins=True)
     grad_x = grad_weight = None
     if needs_x:
         parts = grad.unflatten(0, (exchange.axis.size, -1))
@@ -77,7 +77,7 @@ def product_scatter_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `product_scatter`: own (R, out), (n R, in) -> (n R, in), (out, in)."""
     turn = exchange.begin(grad)
-    turn.gather(grad)
+    turn.gather(grad, joins=weight_gradient is not None)
     grad_x = _products(turn, exchange, weight, None) if needs_x else None
     grad_weight = None if weight_gradient is None else weight_gradient(turn.whole(), x)
     turn.end()

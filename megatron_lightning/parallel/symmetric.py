@@ -12,14 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+from torch.distributed._symmetric_memory import _SymmetricMemory
 
 from megatron_lightning.parallel.exchange import Turn
 from megatron_lightning.parallel.mesh import MeshAxis
 
 _SETS = 2
 _ALIGNMENT = 512
+_KEPT_BUFFERS = 256
 
 
 class SymmetricExchange:
@@ -44,6 +45,7 @@ class SymmetricExchange:
         self.part_bytes = 0
         """Largest part that there is room for."""
         self._memory: Tensor | None = None
+        self._buffers: dict[Any, Tensor] = {}
         self._turns = 0
         self._last = torch.cuda.current_stream(device)
         """The stream of the last turn."""
@@ -65,7 +67,7 @@ class SymmetricExchange:
         """Move a few numbers; RuntimeError where they don't arrive."""
         x = torch.full((256, 1), float(self.axis.rank), device=self.device)
         turn = self.begin(x)
-        turn.gather(x)
+        turn.gather(x, joins=True)
         found = turn.whole().view(self.axis.size, -1)[:, 0].tolist()
         turn.end()
         if found != list(range(self.axis.size)):
@@ -73,11 +75,23 @@ class SymmetricExchange:
 
     def _allocate(self, needed: int) -> None:
         torch.cuda.synchronize(self.device)
+        self._buffers.clear()
         self.handle = self._memory = None
         self.part_bytes = -(-needed // _ALIGNMENT) * _ALIGNMENT
         size = _SETS * (2 * self.axis.size - 1) * self.part_bytes
-        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
-        self.handle = symmetric_memory.rendezvous(self._memory, self.axis.group.group_name)
+        # Not from a pool, where the beginning of the memory would have to be looked for.
+        self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device)
+        self.handle = _SymmetricMemory.rendezvous(self._memory, self.axis.group.group_name)
+
+    def buffer(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A rank's memory from element `offset` on."""
+        key = rank, offset, shape, dtype
+        if key not in self._buffers:
+            if len(self._buffers) >= _KEPT_BUFFERS:  # lengths that change with each batch
+                self._buffers.clear()
+            made = self.handle.get_buffer(rank, shape, dtype, storage_offset=offset)
+            self._buffers[key] = made
+        return self._buffers[key]
 
     def signal(self, peer: int, channel: int) -> None:
         """On the current stream: tell `peer` that all before this is done."""
@@ -86,7 +100,7 @@ class SymmetricExchange:
             return
         pad = self.handle.get_signal_pad(peer, [self.axis.size * (channel + 1)], torch.uint32)
         offset = channel * self.axis.size + self.axis.rank
-        type(self.handle).stream_write_value32(pad, offset, 1)
+        _SymmetricMemory.stream_write_value32(pad, offset, 1)
 
 
 class _SymmetricTurn:
@@ -102,14 +116,14 @@ class _SymmetricTurn:
         self._room = room
         self._channel = number * 2
         self._own: Tensor | None = None
+        self._joined = torch.cuda.Event()
         self._waits: set[tuple[int, int]] = set()
         self._sums: list[int] = []
         self._kept: list[Tensor] = []
         """What is being sent; its memory must not be used again before."""
 
     def _buffer(self, rank: int, offset: int) -> Tensor:
-        handle = self._exchange.handle
-        return handle.get_buffer(rank, self._shape, self._dtype, storage_offset=offset)
+        return self._exchange.buffer(rank, offset, self._shape, self._dtype)
 
     def _part_of(self, rank: int, source: int) -> Tensor:
         return self._buffer(rank, self._gather_at + source * self._numel)
@@ -126,7 +140,7 @@ class _SymmetricTurn:
             exchange = self._exchange
             exchange.handle.wait_signal(source, channel, exchange.timeout_ms)
 
-    def gather(self, part: Tensor) -> None:
+    def gather(self, part: Tensor, *, joins: bool = False) -> None:
         axis = self._exchange.axis
         self._own = part
         self._kept.append(part)
@@ -134,6 +148,10 @@ class _SymmetricTurn:
             peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             self._copy(part, self._part_of(peer, axis.rank), peer, self._channel)
             self._waits.add((source, self._channel))
+        if joins:
+            with torch.cuda.stream(self._exchange.stream):
+                self._part_of(axis.rank, axis.rank).copy_(part, non_blocking=True)
+                self._joined.record()
 
     def part(self, step: int) -> Tensor:
         axis = self._exchange.axis
@@ -146,14 +164,11 @@ class _SymmetricTurn:
 
     def whole(self) -> Tensor:
         axis = self._exchange.axis
-        own = self.part(0)
-        self._part_of(axis.rank, axis.rank).copy_(own)
+        torch.cuda.current_stream().wait_event(self._joined)
         for step in range(1, axis.size):
             self.part(step)
         shape = (axis.size * self._shape[0], *self._shape[1:])
-        return self._exchange.handle.get_buffer(
-            axis.rank, shape, self._dtype, storage_offset=self._gather_at
-        )
+        return self._exchange.buffer(axis.rank, self._gather_at, shape, self._dtype)
 
     def send(self, step: int, partial: Tensor) -> None:
         axis, channel = self._exchange.axis, self._channel + 1
