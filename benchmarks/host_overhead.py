@@ -1,23 +1,27 @@
 """What do Lightning and the strategy add to a step, beside a bare loop over the same runtime?
 
-In one process, on one model: first a loop that calls the runtime alone (micro-batches, reduction,
-norm, clipping, optimizer step), then the same number of steps by the Trainer, then the loop again.
-Steps are timed as users see them, without waiting for the device in between: the time of all steps
-over their number.
+In one process, on one model, turn about: a block of steps that call the runtime alone
+(micro-batches, reduction, norm, clipping, optimizer step), the same number of steps by the Trainer,
+the loop again, and so on. Each block of the Trainer is compared with the mean of its two
+neighbours, so that a device that slows down while it gets warm cancels out; the result is the
+median over the blocks. Steps are timed as users see them, without waiting for the device in
+between: the time of a block's steps over their number.
 
     python benchmarks/host_overhead.py --shape a --compile --out results.json
+    python benchmarks/host_overhead.py --shape tiny     # anywhere: does it run?
 """
 
 import argparse
 import contextlib
+import gc
 import json
+import statistics
 import time
 from typing import Any
 
 import lightning as L
 import torch
 from shapes import SHAPES, RandomTokens
-from train_step import ceiling
 
 from megatron_lightning.config import GPTConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
@@ -25,43 +29,64 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.utils.gradients import clip_factor
 
+TINY = dict(
+    layers=2, hidden=64, ffn=128, heads=4, groups=2, vocab=256, seq=64, micro=2, accumulate=2
+)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
 
 class Overhead(L.Callback):
-    """Runs the bare loop before and after the Trainer's steps, and times both."""
+    """Runs blocks of the bare loop between blocks of the Trainer's steps, and times both."""
 
     reads_gradients = reads_parameters = False
 
-    def __init__(self, steps: int, warm: int) -> None:
-        self.steps, self.warm = steps, warm
+    def __init__(self, batches: RandomTokens, *, warm: int, steps: int) -> None:
+        self.batches = list(batches)[:4]
+        self.warm, self.steps = warm, steps
         self.bare: list[float] = []
-        self.trainer_ms = 0.0
+        self.trainer: list[float] = []
         self._start = 0.0
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.batches = list(trainer.datamodule)[:4]
+        gc.collect()
+        gc.disable()
         self._loop(trainer, self.warm)
-        self.bare.append(self._loop(trainer, self.steps))
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
-        if index == self.warm:
-            torch.cuda.synchronize()
-            self._start = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        if index == self.warm + self.steps - 1:
-            torch.cuda.synchronize()
-            self.trainer_ms = 1e3 * (time.perf_counter() - self._start) / self.steps
-            self.bare.append(self._loop(trainer, self.steps))
+        done = index + 1 - self.warm
+        if done < 0 or done % self.steps:
+            return
+        if done:
+            synchronize()
+            self.trainer.append(1e3 * (time.perf_counter() - self._start) / self.steps)
+        self.bare.append(self._loop(trainer, self.steps))
+        self._start = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        gc.enable()
+
+    def overheads(self) -> list[float]:
+        """Of each of the Trainer's blocks: its time over that of the bare loops beside it, - 1."""
+        neighbours = zip(self.bare, self.bare[1:], strict=False)
+        return [
+            ours / statistics.mean(pair) - 1
+            for ours, pair in zip(self.trainer, neighbours, strict=True)
+        ]
 
     def _loop(self, trainer: L.Trainer, steps: int) -> float:
         """Milliseconds a step of the bare loop."""
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         for index in range(steps):
             self._step(trainer, index)
-        torch.cuda.synchronize()
+        synchronize()
         return 1e3 * (time.perf_counter() - start) / steps
 
     def _step(self, trainer: L.Trainer, index: int) -> None:
@@ -86,16 +111,8 @@ class Overhead(L.Callback):
         update.finish_step(index + 1)
 
 
-def main() -> None:
-    """Measure and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="a", choices=sorted(SHAPES))
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warm", type=int, default=4)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
-    shape = SHAPES[args.shape]
+def measure(shape: dict[str, Any], args: argparse.Namespace) -> Overhead:
+    """Train `--warm` steps and `--rounds` blocks of `--steps` steps."""
     config = GPTConfig(
         vocab_size=shape["vocab"],
         num_layers=shape["layers"],
@@ -105,13 +122,15 @@ def main() -> None:
         num_query_groups=shape["groups"],
         max_position_embeddings=shape["seq"],
     )
-    overhead = Overhead(args.steps, args.warm)
+    total = args.warm + args.rounds * args.steps
+    batches = RandomTokens(shape, total)
+    overhead = Overhead(batches, warm=args.warm, steps=args.steps)
     trainer = L.Trainer(
         strategy=MegatronStrategy(runtime=RuntimeConfig(compile_layers=args.compile)),
-        accelerator="gpu",
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
         precision="bf16-mixed",
-        max_steps=args.warm + args.steps,
+        max_steps=total,
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
@@ -120,18 +139,33 @@ def main() -> None:
         callbacks=[overhead],
     )
     model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
-    trainer.fit(model, RandomTokens(shape, args.warm + args.steps))
-    bare = sum(overhead.bare) / len(overhead.bare)
+    trainer.fit(model, batches)
+    return overhead
+
+
+def main() -> None:
+    """Measure and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="a", choices=["tiny", *sorted(SHAPES)])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of the Trainer's steps")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a block")
+    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    overhead = measure(TINY if args.shape == "tiny" else SHAPES[args.shape], args)
+    found = overhead.overheads()
     result = {
         "shape": args.shape,
         "compile": args.compile,
         "bare_ms": [round(value, 2) for value in overhead.bare],
-        "trainer_ms": round(overhead.trainer_ms, 2),
-        "overhead": round(overhead.trainer_ms / bare - 1, 4),
-        "ceiling_tflops": round(ceiling(), 1),
-        "gpu": torch.cuda.get_device_name(),
+        "trainer_ms": [round(value, 2) for value in overhead.trainer],
+        "overheads": [round(value, 5) for value in found],
+        "overhead": round(statistics.median(found), 5),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "lightning": L.__version__,
+        "date": time.strftime("%Y-%m-%d"),
     }
     print(json.dumps(result), flush=True)
     if args.out:
