@@ -144,7 +144,7 @@ def export_checkpoint(
     adapted = objects.get(ADAPTER_RECORD)
     if adapted is not None:
         module.add_lora(adapted["config"])
-    if options.dtype is not None:
+    if options.dtype is not None and options.dtype.itemsize > 2:  # else rounded once, at the end
         content = _with_dtype(content, module, options.dtype)
     prefix = f"{module.network_attribute}."
     tensors = {n.removeprefix(prefix): t for n, t in exact_weights(content).items()}

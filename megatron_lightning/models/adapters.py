@@ -158,7 +158,13 @@ class HoldsAdapters:
                 f" {type(self).__name__}.from_hf({source or 'the base'!r}) before add_lora, or"
                 " load_from_checkpoint(..., base=...)"
             )
-        return frozenset(name for name in module.global_shapes() if not is_adapter(name))
+        # A subclass may train more than adapters; that is in the checkpoint.
+        network, prefix = module.build_network("meta"), module.network_attribute
+        return frozenset(
+            f"{prefix}.{name}"
+            for name, parameter in network.named_parameters()
+            if not is_adapter(name) and (self.lora is None or not parameter.requires_grad)
+        )
 
     def _frozen_names(self) -> frozenset[str]:
         module: Any = self

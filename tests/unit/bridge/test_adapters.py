@@ -177,8 +177,44 @@ def test_checkpoints_of_runs_become_merged_models(
     for name, tensor in want.items():
         torch.testing.assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
     assert sum(not torch.equal(got[name], base[name]) for name in base) == 14
+    narrow = ExportOptions(merge_adapters=True, dtype=torch.bfloat16)
+    export_checkpoint(tmp_path / "a.ckpt", tmp_path / "narrow", narrow)
+    for name, tensor in tensors_of(tmp_path / "narrow").items():
+        assert torch.equal(tensor, got[name].bfloat16())  # rounded once
     export_checkpoint(tmp_path / "a.ckpt", tmp_path / "base", ExportOptions(merge_adapters=False))
     assert all(torch.equal(tensors_of(tmp_path / "base")[n], t) for n, t in base.items())
+
+
+class TrainsNorm(GPTModel):
+    """Adapters, and the last norm."""
+
+    def build_network(self, device: str) -> Any:
+        network = super().build_network(device)
+        network.decoder.final_layernorm.weight.requires_grad_(True)
+        return network
+
+
+def test_what_is_trained_beside_adapters_is_kept_with_them(tmp_path: Path) -> None:
+    """In a checkpoint of adapters alone, on its way back, and in a merged model from disk."""
+    model = from_hf(LLAMA, model_class=TrainsNorm).add_lora(rank=4, checkpoint="adapters")
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, Data(model.config.vocab_size, 2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trained = model.built_network().decoder.final_layernorm.weight
+    assert not torch.equal(trained, tensors_of(LLAMA)["model.norm.weight"])
+    again = TrainsNorm.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(again.built_network().decoder.final_layernorm.weight, trained)
+    export_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", ExportOptions(merge_adapters=True))
+    assert torch.equal(tensors_of(tmp_path / "out")["model.norm.weight"], trained)
 
 
 def test_a_model_from_a_config_file(tmp_path: Path) -> None:
