@@ -49,7 +49,7 @@ KINDS = (
 )
 SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(layers=4, hidden=64, ffn=192, heads=4, sequence=64, batch=8, micro=8),
-    "small": dict(layers=8, hidden=512, ffn=1408, heads=8, sequence=512, batch=32, micro=16),
+    "small": dict(layers=8, hidden=512, ffn=1408, heads=8, sequence=512, batch=32, micro=32),
     "medium": dict(layers=12, hidden=768, ffn=2048, heads=12, sequence=1024, batch=32, micro=16),
 }
 
@@ -153,9 +153,11 @@ def limit_of(kind: str) -> float:
 
 
 def compare(
-    kinds: list[str], size: dict[str, int], steps: int, device: str
+    kinds: list[str], size: dict[str, int], steps: int, device: str, out: str = ""
 ) -> dict[str, dict[str, float]]:
-    """Final loss, ratio to bfloat16's and seconds by precision; bfloat16 comes first."""
+    """Final loss, ratio to bfloat16's and seconds by precision; bfloat16 comes first. The file
+    `out` is written anew after each.
+    """
     text = corpus()
     rows: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(("bf16", *kinds)):
@@ -175,7 +177,26 @@ def compare(
             f"  (limit {limit_of(kind):.3f})  {rows[kind]['seconds']:.0f} s",
             flush=True,
         )
+        if out:
+            write(out, rows, size, steps, device)
     return rows
+
+
+def write(
+    out: str, rows: dict[str, dict[str, float]], size: dict[str, int], steps: int, device: str
+) -> None:
+    """The numbers so far, with what they were measured on."""
+    record = {
+        "size": size,
+        "steps": steps,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "limits": {kind: limit_of(kind) for kind in rows if kind != "bf16"},
+        "rows": rows,
+    }
+    Path(out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -185,19 +206,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="medium" if device == "cuda" else "tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--out", help="JSON file for the numbers")
+    parser.add_argument("--out", default="", help="JSON file for the numbers")
     options = parser.parse_args()
-    rows = compare(options.kinds, SIZES[options.size], options.steps, device)
-    if options.out:
-        record = {
-            "size": options.size,
-            "steps": options.steps,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "rows": rows,
-        }
-        Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+    rows = compare(options.kinds, SIZES[options.size], options.steps, device, options.out)
     far = [kind for kind, row in rows.items() if not abs(row["ratio"] - 1) <= limit_of(kind)]
     if far:
         sys.exit(f"outside of its limit: {', '.join(far)}")
