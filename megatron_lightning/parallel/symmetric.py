@@ -116,7 +116,8 @@ class _SymmetricTurn:
         self._room = room
         self._channel = number * 2
         self._own: Tensor | None = None
-        self._joined = torch.cuda.Event()
+        self._joined: Any = None
+        """When the own part is in its place."""
         self._waits: set[tuple[int, int]] = set()
         self._sums: list[int] = []
         self._kept: list[Tensor] = []
@@ -151,6 +152,7 @@ class _SymmetricTurn:
         if joins:
             with torch.cuda.stream(self._exchange.stream):
                 self._part_of(axis.rank, axis.rank).copy_(part, non_blocking=True)
+                self._joined = torch.cuda.Event()
                 self._joined.record()
 
     def part(self, step: int) -> Tensor:

@@ -1,0 +1,49 @@
+"""Where a turn through symmetric memory writes: no two things to the same place."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.symmetric import _SETS, _SymmetricTurn
+
+
+def regions(size: int, rank: int, number: int, room: int) -> dict[Any, tuple[int, int, int]]:
+    """(owner, first byte, end) of every buffer that rank `rank` writes or reads in a turn."""
+    shape, dtype = (3, 5), torch.bfloat16
+    part_bytes = 2 * room
+    axis = MeshAxis(name="tp", rank=rank, size=size)
+
+    def buffer(
+        owner: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[int, int, int]:
+        first = offset * dtype.itemsize
+        return owner, first, first + dtype.itemsize * shape[0] * shape[1]
+
+    exchange: Any = SimpleNamespace(axis=axis, part_bytes=part_bytes, buffer=buffer)
+    turn: Any = _SymmetricTurn(exchange, number, torch.empty(shape, dtype=dtype))
+    found = {}
+    for step in range(1, size):
+        peer = (rank + step) % size
+        found["gather", rank, peer] = turn._part_of(peer, rank)
+        found["sum", rank, peer] = turn._buffer(peer, turn._sums_at + (step - 1) * turn._room)
+    found["own", rank, rank] = turn._part_of(rank, rank)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("room", [15, 256])
+def test_regions_are_apart_and_inside(size: int, room: int) -> None:
+    """Of all ranks' writes to one rank's memory, in both turns that may be under way."""
+    written: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(size)}
+    for number in range(_SETS):
+        for rank in range(size):
+            for owner, first, end in regions(size, rank, number, room).values():
+                written[owner].append((first, end))
+    for spans in written.values():
+        assert len(spans) == _SETS * (2 * size - 1)
+        spans.sort()
+        assert all(end <= first for (_, end), (first, _) in zip(spans, spans[1:], strict=False))
+        assert spans[-1][1] <= _SETS * (2 * size - 1) * 2 * room
