@@ -26,9 +26,9 @@ from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import fp8_casts
 from megatron_lightning.precision.delayed import DelayedScaling
-from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
+from megatron_lightning.precision.fp8 import FP8BlockRecipe, FP8RowRecipe, FP8TensorRecipe
 from megatron_lightning.precision.kernels import fp8
-from megatron_lightning.precision.operands import Recipe
+from megatron_lightning.precision.operands import Operand, Recipe, Role
 
 SHAPES = {
     "a.qkv": (16384, 2048, 3072),
@@ -88,7 +88,9 @@ def recipes() -> Iterator[tuple[str, Recipe | None, DelayedScaling | None]]:
             yield name, FP8TensorRecipe("e5m2", delayed.recipe("layer")), delayed
         elif name == "fp8_rowwise":
             yield name, FP8RowRecipe("e5m2"), None
-        elif name == "fp8_tensorwise":
+        elif name == "fp8_blockwise":
+            yield name, FP8BlockRecipe("e4m3"), None
+        else:
             yield name, FP8TensorRecipe("e5m2"), None
 
 
@@ -130,22 +132,21 @@ def linear(name: str) -> None:
         if recipe is None:
             continue
         rows, of_y = x.detach().view(tokens, inputs), grad.view(tokens, outputs)
-        xs, ws, gs = (
-            recipe.pair(each, role)
-            for each, role in (
-                (rows, "input"),
-                (layer.weight.detach(), "weight"),
-                (of_y, "gradient"),
-            )
-        )
-        for part, each, role in (("x", rows, "input"), ("gradient", of_y, "gradient")):
+        xs = recipe.pair(rows, "input")
+        ws = recipe.pair(layer.weight.detach(), "weight")
+        gs = recipe.pair(of_y, "gradient")
+        roles: tuple[tuple[Tensor, Role], ...] = ((rows, "input"), (of_y, "gradient"))
+        for each, role in roles:
             took = timed(functools.partial(recipe.pair, each, role))
-            said(f"    operands of {part}", *took, bytes_=each.numel() * 4.0)
-        for part, a, b, forward in (
+            said(f"    operands of the {role}", *took, bytes_=each.numel() * 4.0)
+        factors: tuple[tuple[str, Operand | None, Operand | None, bool], ...] = (
             ("forward", xs.itself, ws.itself, True),
             ("dgrad", gs.itself, ws.transposed, False),
             ("wgrad", gs.transposed, xs.transposed, False),
-        ):
+        )
+        for part, a, b, forward in factors:
+            assert a is not None
+            assert b is not None
             call = functools.partial(recipe.product, a, b, torch.bfloat16, forward=forward)
             said(f"    {part}", *timed(call), flops=flops)
     del layer.quantized
@@ -174,6 +175,18 @@ def parts() -> None:
         scale = torch.ones(rows, 1, device="cuda")
         call = functools.partial(fp8_casts.cast_rows, x, scale, "e5m2")
         said("cast rows", *timed(call), bytes_=3 * size)
+        call = functools.partial(fp8_casts.scale_rows, x, "e5m2")
+        said("largest and cast of rows", *timed(call), bytes_=3 * size)
+        amax = fp8_casts.column_largest_of(x)
+        call = functools.partial(fp8_casts.column_largest_of, x)
+        said("column largest", *timed(call), bytes_=2 * size)
+        call = functools.partial(fp8_casts.cast_columns, x, amax, "e5m2")
+        said("cast of columns, transposed", *timed(call), bytes_=3 * size)
+        for square in (False, True):
+            call = functools.partial(
+                fp8_casts.cast_blocks, x, "e4m3", square=square, wanted=(True, True)
+            )
+            said(f"cast of blocks, square {square}", *timed(call), bytes_=4 * size)
         said("transposed copy by torch", *timed(x.t().contiguous), bytes_=4 * size)
 
 

@@ -11,7 +11,7 @@ RecipeName = Literal[
 ]
 GradientFormat = Literal["e5m2", "e4m3"]
 
-REAL_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
+REAL_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise")
 """Recipes that run on the GPU's FP8 units; the others are simulated."""
 
 

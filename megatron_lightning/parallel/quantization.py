@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, Role, Split
 from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
@@ -31,7 +32,12 @@ from megatron_lightning.parallel.quantized import (
 from megatron_lightning.parallel.rounding_noise import RoundingNoise
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.precision.delayed import DelayedScaling
-from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe, device_problem
+from megatron_lightning.precision.fp8 import (
+    FP8BlockRecipe,
+    FP8RowRecipe,
+    FP8TensorRecipe,
+    device_problem,
+)
 from megatron_lightning.precision.operands import (
     BlockRecipe,
     MXFP8Recipe,
@@ -76,7 +82,9 @@ class Quantization:
 def chosen_linears(
     network: nn.Module, plan: ParallelPlan, config: QuantizationConfig
 ) -> dict[str, nn.Module]:
-    """Linear layers of a whole network that get low precision, by path."""
+    """Linear layers of a whole network that get low precision, by path. Low-rank adapters do not:
+    they are small, and all that is trained.
+    """
     if plan.layers is None:
         return {}
     layers = [name for name, _ in network.get_submodule(plan.layers).named_children()]
@@ -87,6 +95,8 @@ def chosen_linears(
         for name, module in network.get_submodule(path).named_modules(prefix=path):
             is_linear = type(module) is nn.Linear or hasattr(module, "quantized")
             is_linear |= config.experts and hasattr(module, "quantized_experts")
+            if is_adapter(name):
+                continue
             if is_linear and not any(fnmatchcase(name, glob) for glob in config.exclude):
                 found[name] = module
     return found
@@ -141,7 +151,7 @@ def _size_problems(
         outputs[-1] //= tensor_size
     label = f"quantization.recipe={config.recipe!r}: {path} has {{}} {{}} features on a rank"
     sizes = {"input": inputs, "output": math.prod(outputs)}
-    if not config.simulate:
+    if not config.simulate and any(size % _REAL_MULTIPLE for size in sizes.values()):
         return [
             label.format(size, side)
             + f", and products of FP8 take multiples of {_REAL_MULTIPLE}; exclude it by name"
@@ -177,7 +187,8 @@ def apply_quantization(
     """Set the products of the linear layers `names` (paths in the whole network) that the chunks
     of this rank hold. ValueError where the device can't run the recipe.
     """
-    problem = None if config.simulate else device_problem(mesh.device)
+    blocks = config.recipe == "fp8_blockwise"
+    problem = None if config.simulate else device_problem(mesh.device, blocks=blocks)
     if problem is not None:
         raise ValueError(f"quantization.recipe={config.recipe!r}: {problem}")
     modules: dict[str, Any] = {
@@ -267,6 +278,8 @@ def _recipe(
     if not config.simulate:
         if config.recipe == "fp8_rowwise":
             return FP8RowRecipe(gradient)
+        if config.recipe == "fp8_blockwise":
+            return FP8BlockRecipe(gradient)
         return FP8TensorRecipe(gradient, None if delayed is None else delayed.recipe(name))
     if delayed is not None:
         return delayed.recipe(name)

@@ -30,7 +30,15 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.precision.operands import BOTH, Noise, Operand, Pair, Recipe, Wanted
+from megatron_lightning.precision.operands import (
+    BOTH,
+    Noise,
+    Operand,
+    Pair,
+    Recipe,
+    Wanted,
+    identity,
+)
 
 TensorSplit = Literal["columns", "rows", "none"]
 """What of a linear layer the tensor axis splits: output features, input features, nothing."""
@@ -152,7 +160,8 @@ class QuantizedProducts:
         return [self.context_axis, self.tensor_axis] if part else [self.context_axis]
 
     def _over(self, axes: list[MeshAxis]) -> Callable[[Tensor], Tensor]:
-        return partial(largest_over, axes=axes)
+        split = [axis for axis in axes if axis.size > 1]
+        return partial(largest_over, axes=split) if split else identity
 
     def _check_context_blocks(self, rows: int) -> None:
         """Blocks of tokens must not reach over the slices of a context rank (two, zig-zag)."""
@@ -213,6 +222,7 @@ class _QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         rows = x.flatten(0, -2)
         part = dim is not None and dim % x.dim() == 0 and axis.size > 1
+        part = part and products.recipe.joins_parts
         part = part and len(rows) % max(products.recipe.block, _ALIGNMENT) == 0
         if dim is not None and not part:
             x = all_gather(x, axis, dim)

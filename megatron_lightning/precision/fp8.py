@@ -9,14 +9,20 @@ dim is a multiple of 16 (zeros behind the tokens, which change neither scales no
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.precision.delayed import DelayedRecipe
 from megatron_lightning.precision.fp8_casts import (
+    BLOCK,
+    cast_blocks,
     cast_both,
+    cast_columns,
     cast_rows,
+    column_largest_of,
     largest_of,
     row_largest_of,
+    scale_rows,
     scales_of,
 )
 from megatron_lightning.precision.operands import (
@@ -26,26 +32,32 @@ from megatron_lightning.precision.operands import (
     Pair,
     Reduce,
     Role,
-    RowRecipe,
     TensorRecipe,
     Wanted,
     identity,
 )
 
 _CAPABILITY = (8, 9)
+_BLOCKS = 9
+"""Compute capability, its first number, of scales by blocks of 128."""
 
 
-def device_problem(device: torch.device) -> str | None:
-    """Why the device has no FP8 products, with the remedy; None when it has."""
+def device_problem(device: torch.device, *, blocks: bool = False) -> str | None:
+    """Why the device has no FP8 products, with the remedy; None when it has. `blocks`: those with
+    scales of blocks.
+    """
     remedy = "set simulate=True, which gives the recipe's numbers on any device"
     if device.type != "cuda":
         return f"there are no FP8 products on {device.type}; {remedy}"
     capability = torch.cuda.get_device_capability(device)
+    name = f"{torch.cuda.get_device_name(device)} has compute capability"
+    name += f" {capability[0]}.{capability[1]}, and"
     if capability < _CAPABILITY:
-        name = torch.cuda.get_device_name(device)
+        return f"{name} FP8 products need {_CAPABILITY[0]}.{_CAPABILITY[1]} or newer; {remedy}"
+    if blocks and capability[0] != _BLOCKS:
         return (
-            f"{name} has compute capability {capability[0]}.{capability[1]}, and FP8 products need"
-            f" {_CAPABILITY[0]}.{_CAPABILITY[1]} or newer; {remedy}"
+            f"{name} cuBLAS has FP8 products with scales of 1x128 and 128x128 on {_BLOCKS}.x only;"
+            f" use recipe='fp8_rowwise', or {remedy}"
         )
     return None
 
@@ -99,14 +111,30 @@ class FP8TensorRecipe(TensorRecipe):
         return _scaled(a, b, dtype, forward=forward, out=out)
 
 
-class FP8RowRecipe(RowRecipe):
+class FP8RowRecipe(TensorRecipe):
     """A scale for each row of an operand."""
 
-    def _rows(self, x: Tensor, role: Role, reduce: Reduce) -> Operand:
-        x = x.contiguous()
-        name = self.format_of(role)
-        scale, inverse = scales_of(reduce(row_largest_of(x)), name)
-        return Operand(cast_rows(x, scale, name), inverse)
+    def pair(
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        over_rows: Reduce = identity,
+        over_columns: Reduce = identity,
+        noise: Noise | None = None,
+        wanted: Wanted = BOTH,
+    ) -> Pair:
+        """See `Recipe.pair`."""
+        x, name = x.contiguous(), self.format_of(role)
+        itself = transposed = None
+        if wanted[0] and over_columns is identity:  # one pass over memory
+            itself = Operand(*scale_rows(x, name))
+        elif wanted[0]:
+            scale, inverse = scales_of(over_columns(row_largest_of(x)), name)
+            itself = Operand(cast_rows(x, scale, name), inverse)
+        if wanted[1]:
+            transposed = Operand(*cast_columns(x, over_rows(column_largest_of(x)), name))
+        return Pair(itself, transposed)
 
     def product(
         self,
@@ -122,6 +150,64 @@ class FP8RowRecipe(RowRecipe):
         if out is not None:
             return out.copy_(result)
         return result if dtype is torch.bfloat16 else result.to(dtype)
+
+
+class FP8BlockRecipe(TensorRecipe):
+    """A scale for each 1x128 values along the summed dim, and for each 128x128 of a weight."""
+
+    block = BLOCK
+    joins_parts = False  # scales lie by blocks first
+
+    def pair(
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        over_rows: Reduce = identity,
+        over_columns: Reduce = identity,
+        noise: Noise | None = None,
+        wanted: Wanted = BOTH,
+    ) -> Pair:
+        """See `Recipe.pair`. Scales of 1x128 are views (rows, blocks) of (blocks, rows)."""
+        square = role == "weight"
+        pairs = cast_blocks(x.contiguous(), self.format_of(role), square=square, wanted=wanted)
+        operands = [
+            None if each is None else Operand(each[0], each[1] if square else each[1].t())
+            for each in pairs
+        ]
+        return Pair(*operands)
+
+    def product(
+        self,
+        a: Operand,
+        b: Operand,
+        dtype: torch.dtype,
+        *,
+        forward: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `Recipe.product`. The sum comes out in bfloat16, which every device has."""
+        result = _scaled_blocks(a, b)
+        if out is not None:
+            return out.copy_(result)
+        return result if dtype is torch.bfloat16 else result.to(dtype)
+
+
+def _scaled_blocks(a: Operand, b: Operand) -> Tensor:
+    """The product a b^T of (M, K) in blocks of 1x128 and (N, K) in such or those of 128x128."""
+    assert a.scale is not None
+    assert b.scale is not None
+    of_rows = b.scale.shape[0] == b.values.shape[0]  # which is a multiple of 16
+    kind = F.ScalingType.BlockWise1x128 if of_rows else F.ScalingType.BlockWise128x128
+    return F.scaled_mm(
+        a.values,
+        b.values.t(),
+        a.scale,
+        F.ScalingType.BlockWise1x128,
+        b.scale if of_rows else b.scale.t(),
+        kind,
+        output_dtype=torch.bfloat16,
+    )
 
 
 def _scaled(

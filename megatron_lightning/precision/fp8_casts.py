@@ -20,11 +20,13 @@ from megatron_lightning.precision.formats import (
     cast_fp8,
     power_of_two_scale,
 )
-from megatron_lightning.precision.operands import largest, row_largest
+from megatron_lightning.precision.operands import by_blocks, largest, row_largest
 from megatron_lightning.utils.logging import is_installed
 
 _MULTIPLE = 16
 """What the summed dim of a product must be a multiple of."""
+BLOCK = 128
+"""Values that share a scale, along one dim or two."""
 _HALF = 2
 """Bytes of bfloat16 and float16."""
 
@@ -40,6 +42,10 @@ def _by_kernel(x: Tensor) -> bool:
 
 def _casts_by_kernel(x: Tensor) -> bool:
     return _by_kernel(x) and x.element_size() == _HALF
+
+
+def _padded(count: int) -> int:
+    return count + -count % _MULTIPLE
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -60,6 +66,15 @@ def row_largest_of(x: Tensor) -> Tensor:
     return row_largest(x)
 
 
+def column_largest_of(x: Tensor) -> Tensor:
+    """Largest absolute value of each column of (R, C), contiguous: (C, 1) float32."""
+    if _by_kernel(x):
+        from megatron_lightning.precision.kernels import fp8_blocks
+
+        return fp8_blocks.column_largest(x)
+    return row_largest(x.t())
+
+
 def scales_of(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """(scale, 1 / scale) for largest values, see `formats.power_of_two_scale`."""
     if _by_kernel(amax):
@@ -78,7 +93,7 @@ def cast_both(
     itself and the absolute values of `x`.
     """
     itself, transposed = wanted
-    rows = x.shape[0] + -x.shape[0] % _MULTIPLE
+    rows = _padded(x.shape[0])
     if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8
 
@@ -105,10 +120,75 @@ def cast_rows(x: Tensor, scale: Tensor, name: str) -> Tensor:
     """`x` (R, C), contiguous, times `scale` (R, 1), in FP8: (R, C') with zeros from C up to a
     multiple of 16.
     """
-    columns = x.shape[1] + -x.shape[1] % _MULTIPLE
+    columns = _padded(x.shape[1])
     if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8
 
         return fp8.cast_rows(x, scale, FP8_DTYPES[name], FP8_MAX[name], columns)
     values = cast_fp8(x.float() * scale, name)
     return F.pad(values.view(torch.uint8), (0, columns - x.shape[1])).view(values.dtype)
+
+
+def scale_rows(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """`cast_rows` of `x` (R, C) by each row's own largest value, and 1 / scale (R, 1)."""
+    if _casts_by_kernel(x):
+        from megatron_lightning.precision.kernels import fp8_blocks
+
+        done = fp8_blocks.scale_rows(x, FP8_DTYPES[name], FP8_MAX[name], _padded(x.shape[1]))
+        if done is not None:
+            return done
+    scale, inverse = scales_of(row_largest_of(x), name)
+    return cast_rows(x, scale, name), inverse
+
+
+def cast_columns(x: Tensor, amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The transpose of `x` (R, C), contiguous, in FP8, (C, R') with zeros from R up to a multiple
+    of 16, each row by its largest value `amax` (C, 1); and 1 / scale (C, 1).
+    """
+    if _casts_by_kernel(x):
+        from megatron_lightning.precision.kernels import fp8_blocks
+
+        rows = _padded(x.shape[0])
+        return fp8_blocks.cast_columns(x, amax, FP8_DTYPES[name], FP8_MAX[name], rows)
+    scale, inverse = scales_of(amax, name)
+    return cast_rows(x.t().contiguous(), scale, name), inverse
+
+
+def cast_blocks(
+    x: Tensor, name: str, *, square: bool, wanted: tuple[bool, bool]
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """`x` (R, C), contiguous, in FP8, and transposed (C, R') with zeros from R up to a multiple of
+    16; each if wanted, with its 1 / scale. Of 1x128 values those are (C / 128, R) and (R / 128, C);
+    of 128x128, `square`, (R / 128, C / 128) and transposed, with columns up to a multiple of 4.
+    """
+    if _casts_by_kernel(x):
+        from megatron_lightning.precision.kernels import fp8_blocks
+
+        return fp8_blocks.cast_blocks(
+            x,
+            FP8_DTYPES[name],
+            FP8_MAX[name],
+            _padded(x.shape[0]),
+            square=square,
+            wanted=wanted,
+        )
+    itself = _blocks(x, name, square) if wanted[0] else None
+    transposed = _blocks(x.t().contiguous(), name, square) if wanted[1] else None
+    return itself, transposed
+
+
+def _blocks(x: Tensor, name: str, square: bool) -> tuple[Tensor, Tensor]:
+    held = x.new_zeros(())
+
+    def quantise(blocks: Tensor, amax: Tensor) -> Tensor:
+        nonlocal held
+        scale, inverse = scales_of(amax, name)
+        held = inverse[:, 0, :, 0]
+        return blocks * scale
+
+    height = BLOCK if square else 1
+    values = cast_fp8(by_blocks(x, height, BLOCK, quantise), name)
+    missing = -held.shape[1] % 4 if square else 0
+    held = F.pad(held, (0, missing)) if square else held.t().contiguous()
+    padded = F.pad(values.view(torch.uint8), (0, _padded(x.shape[1]) - x.shape[1]))
+    return padded.view(values.dtype), held

@@ -70,6 +70,8 @@ class Recipe(ABC):
     """
 
     block: int = 1
+    joins_parts: bool = True
+    """Operands of parts of the rows can be joined; else the matrix is, before."""
 
     @abstractmethod
     def pair(

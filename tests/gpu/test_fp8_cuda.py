@@ -25,8 +25,19 @@ from megatron_lightning.precision.formats import (
     cast_fp8,
     power_of_two_scale,
 )
-from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe, device_problem
-from megatron_lightning.precision.operands import Operand, Recipe, RowRecipe, TensorRecipe
+from megatron_lightning.precision.fp8 import (
+    FP8BlockRecipe,
+    FP8RowRecipe,
+    FP8TensorRecipe,
+    device_problem,
+)
+from megatron_lightning.precision.operands import (
+    BlockRecipe,
+    Operand,
+    Recipe,
+    RowRecipe,
+    TensorRecipe,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -199,6 +210,26 @@ def test_kernels_give_what_plain_torch_gives(
     cast = fp8_casts.cast_rows(device, row_scale, name)
     scaled = x.float() * row_scale.cpu()
     assert_same_bits("rows", cast[:, : shape[1]], cast_fp8(scaled, name), scaled)
+    wanted_rows = fp8_casts.scale_rows(x, name)
+    columns = fp8_casts.column_largest_of(device)
+    assert torch.equal(columns.cpu(), fp8_casts.column_largest_of(x))
+    results = [("rows at once", fp8_casts.scale_rows(device, name), wanted_rows)]
+    results += [
+        (
+            "columns",
+            fp8_casts.cast_columns(device, columns, name),
+            fp8_casts.cast_columns(x, columns.cpu(), name),
+        )
+    ]
+    for square in (False, True):
+        got = fp8_casts.cast_blocks(device, name, square=square, wanted=(True, True))
+        want = fp8_casts.cast_blocks(x, name, square=square, wanted=(True, True))
+        results += [(f"blocks {square}", one, two) for one, two in zip(got, want, strict=True)]
+    for what, got, want in results:
+        assert got is not None
+        assert want is not None
+        assert torch.equal(got[1].cpu(), want[1]), what
+        assert_same_bits(what, got[0], want[0], want[0].float())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -236,6 +267,7 @@ def gradients(layer: Linear, x: Tensor, grad: Tensor) -> list[Tensor]:
 RECIPES = {
     "tensorwise": (FP8TensorRecipe, TensorRecipe),
     "rowwise": (FP8RowRecipe, RowRecipe),
+    "blockwise": (FP8BlockRecipe, BlockRecipe),
 }
 
 
@@ -253,9 +285,12 @@ def test_a_linear_gives_what_simulation_gives(recipe: str, tokens: int) -> None:
     grad = torch.randn(tokens, 1, 2, 768, device="cuda", dtype=torch.bfloat16) * 1e-4
     plain = gradients(layer, x, grad)
     real_class, simulated_class = RECIPES[recipe]
-    layer.quantized = products(real_class("e5m2"))
+    if recipe == "blockwise" and (problem := device_problem(torch.device("cuda"), blocks=True)):
+        pytest.skip(problem)
+    format_ = "e4m3" if recipe == "blockwise" else "e5m2"
+    layer.quantized = products(real_class(format_))
     real = gradients(layer, x, grad)
-    layer.quantized = products(simulated_class("e5m2"))
+    layer.quantized = products(simulated_class(format_))
     simulated = gradients(layer, x, grad)
     print(f"\n{recipe}, {tokens} tokens: product, against simulation, against bfloat16")
     # Products are rounded to bfloat16 (4e-3); fast accumulation keeps 14 bits of partial sums in
@@ -330,7 +365,10 @@ def test_speed_of_a_linear() -> None:
         "fp8_tensorwise": FP8TensorRecipe("e5m2"),
         "fp8_delayed": FP8TensorRecipe("e5m2", delayed.recipe("layer")),
         "fp8_rowwise": FP8RowRecipe("e5m2"),
+        "fp8_blockwise": FP8BlockRecipe("e4m3"),
     }
+    if device_problem(torch.device("cuda"), blocks=True):
+        del kinds["fp8_blockwise"]
     times = {}
     print("\nlinear, T 8192, K 4096, N 28672, forward + backward")
     for name, recipe in kinds.items():

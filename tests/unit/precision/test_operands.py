@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe, device_problem
+from megatron_lightning.precision.fp8 import (
+    FP8BlockRecipe,
+    FP8RowRecipe,
+    FP8TensorRecipe,
+    device_problem,
+)
 from megatron_lightning.precision.operands import (
     BlockRecipe,
     MXFP8Recipe,
@@ -247,6 +252,30 @@ def test_scaled_products_give_what_simulation_gives(
         for got, want in zip(*results, strict=True):
             assert got.dtype is dtype
             assert torch.allclose(got.float(), want.float(), rtol=8e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (300, 144), (3, 16), (1, 272)])
+def test_block_operands_are_those_of_simulation(shape: tuple[int, int]) -> None:
+    """Values and scales laid out as products take them stand for what simulation rounds to."""
+    rows, columns = shape
+    x = matrix(max(rows, 2), max(columns, 28))[:rows, :columns].bfloat16()
+    for role in ("input", "weight", "gradient"):
+        real = FP8BlockRecipe("e4m3").pair(x, role)
+        simulated = BlockRecipe("e4m3").pair(x, role)
+        for got, want in zip(real, simulated, strict=True):
+            assert got is not None
+            assert got.scale is not None
+            assert want is not None
+            high, wide = want.values.shape
+            assert got.values.shape == (high, wide + -wide % 16)
+            scale = got.scale.repeat_interleave(128, 1)[:, :wide]
+            if role == "weight":
+                assert got.scale.shape[1] % 4 == 0
+                scale = scale.repeat_interleave(128, 0)[:high]
+            else:
+                assert got.scale.t().is_contiguous()
+            assert torch.equal(got.values.float()[:, :wide] * scale, want.values.float())
+            assert not got.values.float()[:, wide:].any()
 
 
 def test_devices_without_fp8_are_refused_with_the_remedy() -> None:
