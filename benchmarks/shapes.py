@@ -56,11 +56,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def document_starts(rows: int, seq: int, mean: int = 1024) -> Tensor:
+def document_starts(rows: int, seq: int, seed: int, mean: int = 1024) -> Tensor:
     """Where documents of log-normal lengths begin in samples that are full of them, then `seq`:
     (rows, documents + 1), what is over filled with `seq`. Documents end where samples do.
     """
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     starts: list[list[int]] = []
     for _ in range(rows):
         begins = [0]
@@ -100,8 +100,11 @@ class RandomTokens(L.LightningDataModule):
                 "tokens": row[:, :-1].contiguous(),
                 "labels": row[:, 1:].contiguous(),
                 "loss_mask": mask,
-                **self._documents(rows),
+                **self._documents(rows, index),
             }
 
-    def _documents(self, rows: int) -> dict[str, Tensor]:
-        return {"cu_seqlens": document_starts(rows, self.shape["seq"])} if self.packed else {}
+    def _documents(self, rows: int, batch: int) -> dict[str, Tensor]:
+        """Others in every batch."""
+        if not self.packed:
+            return {}
+        return {"cu_seqlens": document_starts(rows, self.shape["seq"], 5 + batch)}

@@ -1,21 +1,24 @@
-"""How fast is training, beside the peer in the same run?
+r"""How fast is training, beside the peer in the same run?
 
-Each shape is trained by this package (`train_step.py`) and by the peer, turn about, each in a
-process of its own; what counts is the ratio of tokens a second a GPU, since the device itself
+Each row (`rows.py`) is trained by this package (`train_step.py`) and by the peer, turn about, each
+in a process of its own; what counts is the ratio of tokens a second a GPU, since the device itself
 varies by several per cent between days.
 
-    python benchmarks/speed.py --shapes a b --peer "python bench_mcore.py" --out results.json
-    python benchmarks/speed.py --shapes a --peer "..." --against results.json
+    python benchmarks/speed.py --rows a b --out results.json \
+        --peer "torchrun --nproc-per-node {gpus} bench_mcore.py"
+    python benchmarks/speed.py --rows a --peer "..." --against results.json
 
-The peer is any command that takes `--configs SHAPE --steps N --warm N --out FILE` and writes there
-{"runs": [{"tokens_per_s_per_gpu": ..., "peak_alloc_GiB": ..., "step_ms_median": ...}]}; without
-`--peer` this package alone is measured. With `--against` the exit status is 1 where a ratio (or
-without a peer, the share of the ceiling) has fallen by more than `--tolerance` since.
+The peer is any command that takes `--configs CONFIG --steps N --warm N --out FILE` and writes there
+{"runs": [{"tokens_per_s_per_gpu": ..., "peak_alloc_GiB": ..., "step_ms_median": ...}]}; CONFIG is
+the row's. Without `--peer` this package alone is measured. With `--against` the exit status is 1
+where a ratio (or without a peer, the share of the ceiling) has fallen by more than `--tolerance`
+since. `chart.py` makes table and chart of what is kept in results/speed.json.
 """
 
 import argparse
 import datetime
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +26,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rows import ROWS, Row
+
 HERE = Path(__file__).parent
+FORMULA = "FLOPs a token: 6 N_matmul + k L heads head_dim S, k = 12 full, 6 causal; of 989 TFLOP/s"
 COLUMNS = (
     ("tokens_per_second_per_gpu", "tokens/s/GPU"),
     ("step_ms", "P50 ms"),
@@ -36,28 +42,38 @@ COLUMNS = (
 )
 
 
-def ours(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+def ours(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """One run of this package."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
-        command = [sys.executable, str(HERE / "train_step.py"), "--shapes", shape, "--busy"]
+        command = [sys.executable, str(HERE / "train_step.py"), *row.ours.split(), "--busy"]
+        command += ["--devices", str(row.gpus)]
         command += ["--steps", str(args.steps), "--warm", str(args.warm), "--out", out.name]
         command += args.ours.split() + ([] if args.eager else ["--compile"])
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(out.read().splitlines()[-1])
 
 
-def peer(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+def peer(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """One run of the peer, in our terms."""
+    environment = os.environ | dict(one.split("=", 1) for one in row.environment.split())
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "peer.json"
-        command = f"{args.peer} --configs {shape} --steps {args.steps} --warm {args.warm}"
-        subprocess.run(f"{command} --out {out}", check=True, shell=True, stdout=subprocess.DEVNULL)
+        command = args.peer.replace("{gpus}", str(row.gpus))
+        command += f" --configs {row.peer} --steps {args.steps} --warm {args.warm} --out {out}"
+        subprocess.run(command, check=True, shell=True, stdout=subprocess.DEVNULL, env=environment)
         written = json.loads(out.read_text())
+    if not written["runs"]:
+        raise RuntimeError(f"the peer measured nothing: {command}: {written.get('failed')}")
+    return in_our_terms(written)
+
+
+def in_our_terms(written: dict[str, Any]) -> dict[str, Any]:
+    """The last run in a file of the peer."""
     found = written["runs"][-1]
     return {
         "tokens_per_second_per_gpu": found["tokens_per_s_per_gpu"],
         "step_ms": found["step_ms_median"],
-        "peak_gib": found["peak_alloc_GiB"],
+        "peak_gib": found.get("peak_alloc_GiB_max_rank", found["peak_alloc_GiB"]),
         "mfu_full": found.get("mfu_full_vs_989"),
         "mfu_causal": found.get("mfu_causal_vs_989"),
         "share_of_ceiling": found.get("full_vs_ceiling"),
@@ -65,23 +81,26 @@ def peer(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, args: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
     """Both, turn about; the run with the median rate of each, and the ratio of these."""
+    row = ROWS[name]
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     for _ in range(args.repeats):
-        runs["ours"].append(ours(shape, args))
-        if args.peer:
-            runs["peer"].append(peer(shape, args))
-    row: dict[str, Any] = {name: median(found) for name, found in runs.items() if found}
-    row["rates"] = {
-        name: [round(run["tokens_per_second_per_gpu"]) for run in found]
-        for name, found in runs.items()
+        runs["ours"].append(ours(row, args))
+        if args.peer and row.peer:
+            runs["peer"].append(peer(row, args))
+    if row.of in before:
+        runs["peer"].append(before[row.of]["ours"])
+    found: dict[str, Any] = {side: median(each) for side, each in runs.items() if each}
+    found["rates"] = {
+        side: [round(run["tokens_per_second_per_gpu"]) for run in each]
+        for side, each in runs.items()
     }
-    if args.peer:
-        rates = [row[name]["tokens_per_second_per_gpu"] for name in ("ours", "peer")]
-        row["ratio"] = round(rates[0] / rates[1], 4)
-        row["memory_ratio"] = round(row["ours"]["peak_gib"] / row["peer"]["peak_gib"], 4)
-    return row
+    if "peer" in found:
+        rates = [found[side]["tokens_per_second_per_gpu"] for side in ("ours", "peer")]
+        found["ratio"] = round(rates[0] / rates[1], 4)
+        found["memory_ratio"] = round(found["ours"]["peak_gib"] / found["peer"]["peak_gib"], 4)
+    return found
 
 
 def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,16 +110,29 @@ def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """What was measured, a line each."""
-    lines = [" ".join(f"{title:>12}" for title in ("shape", *(t for _, t in COLUMNS), "ratio"))]
-    for shape, row in rows.items():
-        for name in ("ours", "peer"):
-            if name not in row:
+    """What was measured, a line each; beside the ratio what is wanted, and what published numbers
+    would make of it.
+    """
+    titles = (*(title for _, title in COLUMNS), "ratio", "wanted", "published")
+    lines = [" ".join(f"{title:>12}" for title in ("row", *titles))]
+    for name, row in rows.items():
+        for side in ("ours", "peer"):
+            if side not in row:
                 continue
-            cells = [f"{shape} {name}", *(_cell(row[name].get(key)) for key, _ in COLUMNS)]
-            cells.append(_cell(row.get("ratio")) if name == "ours" else "")
+            cells = [f"{name} {side[0]}", *(_cell(row[side].get(key)) for key, _ in COLUMNS)]
+            if side == "ours":
+                cells += [_cell(row.get("ratio")), _wanted(name), _published(name, row)]
             lines.append(" ".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
+
+
+def _wanted(name: str) -> str:
+    return f"{ROWS[name].least:g}-{ROWS[name].wanted:g}"
+
+
+def _published(name: str, row: dict[str, Any]) -> str:
+    rate = ROWS[name].rate
+    return _cell(row["ours"]["tokens_per_second_per_gpu"] / rate if rate else None)
 
 
 def _cell(value: Any) -> str:
@@ -110,10 +142,10 @@ def _cell(value: Any) -> str:
 
 
 def fallen(rows: dict[str, Any], before: dict[str, Any], tolerance: float) -> list[str]:
-    """Which shapes are slower than they were, by ratios alone."""
+    """Which rows are slower than they were, by ratios alone."""
     found = []
-    for shape, row in rows.items():
-        old = before["shapes"].get(shape)
+    for name, row in rows.items():
+        old = before["rows"].get(name)
         if old is None:
             continue
         if "ratio" in row and "ratio" in old:
@@ -124,15 +156,17 @@ def fallen(rows: dict[str, Any], before: dict[str, Any], tolerance: float) -> li
                 *(one["ours"]["share_of_ceiling"] for one in (row, old)),
             )
         if now < then * (1 - tolerance):
-            found.append(f"{shape}: {what} {now:.3f}, was {then:.3f} on {before['date']}")
+            found.append(f"{name}: {what} {now:.3f}, was {then:.3f} on {before['date']}")
     return found
 
 
 def main() -> None:
     """Measure, print, write, compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["a", "b"])
-    parser.add_argument("--peer", default="", help="command of the peer's benchmark")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", default=["a", "b"], choices=list(ROWS))
+    parser.add_argument("--peer", default="", help="command of the peer; {gpus} is replaced")
     parser.add_argument("--ours", default="", help="further options for train_step.py")
     parser.add_argument("--eager", action="store_true", help="layers not compiled")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, turn about")
@@ -140,16 +174,17 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--against", default="", help="results of an earlier day")
     parser.add_argument("--tolerance", type=float, default=0.02)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args()
-    rows = {}
-    for shape in args.shapes:
-        rows[shape] = measure(shape, args)
-        print(table({shape: rows[shape]}), flush=True)
-    print("FLOPs a token: 6 N_matmul + k L heads head_dim S, k = 12 full, 6 causal; of 989 TFLOP/s")
-    if args.out:
-        made = {"date": datetime.date.today().isoformat(), "peer": args.peer, "shapes": rows}
-        Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
+    rows: dict[str, Any] = {}
+    for name in args.rows:
+        rows[name] = measure(name, args, rows)
+        print(table({name: rows[name]}), flush=True)
+        if args.out:
+            date = datetime.date.today().isoformat()
+            made = {"date": date, "peer": args.peer, "formula": FORMULA, "rows": rows}
+            Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
+    print(FORMULA)
     if args.against:
         problems = fallen(rows, json.loads(Path(args.against).read_text()), args.tolerance)
         print("\n".join(problems) or "no slower than before")
