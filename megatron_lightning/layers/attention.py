@@ -165,7 +165,7 @@ class FusedAttention(CoreAttention):
             assert rows is None and not self.drops, "refused by the back end"  # noqa: PT018
             return _by_blocks(self, query, key, value, sequence, sinks)
         if sequence is not None and rows is None and not self.drops:
-            return self.packed(query, key, value, sequence)
+            return _by_blocks(self, query, key, value, sequence, None)
         seen = None
         if sequence is not None or rows is not None:
             seen = visible(key.shape[0], self.window_size, sequence, rows, key.device)
@@ -230,7 +230,8 @@ def _whole_or_packed(
     return core.packed(query, key, value, sequence, sinks)
 
 
-_by_blocks: Any = torch.compiler.disable(_whole_or_packed)  # it calls kernels one by one
+# It calls kernels one by one, and compiled code would be made anew for each document's length.
+_by_blocks: Any = torch.compiler.disable(_whole_or_packed)
 
 
 def full_attention(

@@ -174,6 +174,15 @@ def _rows(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
     return slice(*merged[0]) if len(merged) == 1 else span_index(merged, device)
 
 
+def _is_all(calls: Sequence[Call], query: Tensor, key: Tensor) -> bool:
+    """Whether there is one call, of all queries with all keys in order: nothing is to be merged."""
+    return (
+        len(calls) == 1
+        and joined(calls[0].queries) == ((0, query.shape[0]),)
+        and joined(calls[0].keys) == ((0, key.shape[0]),)
+    )
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -186,9 +195,20 @@ class _Attend(torch.autograd.Function):
         kernel: BlockKernel,
         scale: float,
     ) -> Tensor:
-        merged = Merged(query, value)
-        forward_calls(merged, calls, query, key, value, kernel=kernel, scale=scale)
-        output, log_sum = merged.result(query.dtype, sinks)
+        if sinks is None and _is_all(calls, query, key):
+            output, log_sum = kernel.forward(
+                query,
+                key,
+                value,
+                queries=calls[0].queries,
+                keys=calls[0].keys,
+                scale=scale,
+                band=calls[0].band,
+            )
+        else:
+            merged = Merged(query, value)
+            forward_calls(merged, calls, query, key, value, kernel=kernel, scale=scale)
+            output, log_sum = merged.result(query.dtype, sinks)
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
         return output
@@ -197,20 +217,17 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        d_query, d_key, d_value = zeros_like(query, key, value)
-        backward_calls(
-            (d_query, d_key, d_value),
-            ctx.calls,
-            grad,
-            query,
-            key,
-            value,
-            output,
-            log_sum,
-            kernel=ctx.kernel,
-            scale=ctx.scale,
-        )
+        kept = grad, query, key, value, output, log_sum
+        if _is_all(ctx.calls, query, key):
+            call = ctx.calls[0]
+            sums = ctx.kernel.backward(
+                *kept, queries=call.queries, keys=call.keys, scale=ctx.scale, band=call.band
+            )
+        else:
+            d_query, d_key, d_value = zeros_like(query, key, value)
+            sums = d_query, d_key, d_value
+            backward_calls(sums, ctx.calls, *kept, kernel=ctx.kernel, scale=ctx.scale)
         d_sinks = sink_gradient(grad, output, log_sum, sinks)
         kinds = (query.dtype, key.dtype, value.dtype)
-        given = tuple(x.to(k) for x, k in zip((d_query, d_key, d_value), kinds, strict=True))
+        given = tuple(x.to(k) for x, k in zip(sums, kinds, strict=True))
         return *given, d_sinks, None, None, None
