@@ -1,6 +1,7 @@
 """Adapters train in every layout as in one process: losses, norms, gradients and weights."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from megatron_lightning.config import (
     LoraConfig,
     MoEConfig,
     PipelineConfig,
+    QuantizationConfig,
     RecomputeConfig,
     RuntimeConfig,
 )
+from megatron_lightning.models import GPTModel
+from megatron_lightning.parallel.quantization import chosen_linears, quantization_problems
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, assemble, assert_same_training, tiny_config, train
 
@@ -108,6 +112,27 @@ def test_training_equals_one_process(case: str) -> None:
     begun, ended = (assemble([rank[what] for rank in ranks]) for what in ("initial", "final"))
     changed = {name for name in begun if not torch.equal(begun[name], ended[name])}
     assert changed == {name for name in begun if ".adapters." in name}
+
+
+def test_adapters_stay_out_of_low_precision() -> None:
+    """Products of the frozen weights are rounded; adapters of any rank are not, and train."""
+    config, lora = tiny_config(), LoraConfig(rank=3)
+    low = QuantizationConfig(keep_first=0, keep_last=0)
+    module = GPTModel(config, lora=lora)
+    network, plan = module.build_network("meta"), module.parallel_plan()
+    chosen = chosen_linears(network, plan, low)
+    assert len(chosen) == 4 * config.num_layers
+    assert all(name.rpartition(".")[2].startswith("linear_") for name in chosen)
+    assert not any("adapters" in p for p in quantization_problems(network, plan, low, 1))
+    layout = {"quantization": replace(low, simulate=True)}
+    rounded = run_ranks_fresh(train, 1, Run(config=config, lora=lora, layout=layout, **SHORT))[0]
+    exact = single(lora, (), tuple(SHORT.items()))
+    assert rounded["losses"] != exact["losses"]
+    assert rounded["losses"] == pytest.approx(exact["losses"], rel=2e-3)
+    begun, ended = (assemble([rounded[what]]) for what in ("initial", "final"))
+    assert {n for n in begun if not torch.equal(begun[n], ended[n])} == {
+        n for n in begun if ".adapters." in n
+    }
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def test_what_is_trained_beside_adapters_is_kept_with_them(tmp_path: Path) -> No
     )
     trainer.fit(model, Data(model.config.vocab_size, 2))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trained = model.built_network().decoder.final_layernorm.weight
+    trained: Any = model.built_network().decoder.final_layernorm.weight
     assert not torch.equal(trained, tensors_of(LLAMA)["model.norm.weight"])
     again = TrainsNorm.load_from_checkpoint(tmp_path / "a.ckpt")
     assert torch.equal(again.built_network().decoder.final_layernorm.weight, trained)
