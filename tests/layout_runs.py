@@ -49,6 +49,7 @@ class Run:
     learning_rate: float = 1e-3
     normalization: str = "token"
     attention: str = "fused"
+    backend: str = "torch"
     keep_gradients: tuple[int, ...] = (0, 1, 9)
     """Steps whose gradients are compared."""
     make_batch: Callable[["Run", int], dict[str, Tensor]] | None = None
@@ -199,6 +200,7 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         loss_normalization=run.normalization,
         attention=run.attention,
         lora=run.lora,
+        backend=run.backend,
     )
     recorder = Recorder(run)
     options = dict(

@@ -19,6 +19,7 @@ from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.layers.attention import splits_sequence
 from megatron_lightning.layers.lora import GroupedParts, Parts, StackedParts
 from megatron_lightning.layers.loss import masked_mean
+from megatron_lightning.layers.te import TransformerEngineBackend
 from megatron_lightning.layers.torch_backend import AttentionKernel, TorchBackend
 from megatron_lightning.models.generate import Sampling, generate
 from megatron_lightning.models.gpt_network import GPTNetwork
@@ -29,6 +30,8 @@ from megatron_lightning.optim.build import build_optimizer
 from megatron_lightning.optim.schedules import UnitsAfter, build_schedule
 
 LossNormalization = Literal["token", "micro_batch"]
+BackendName = Literal["torch", "transformer_engine"]
+_BACKENDS = {"torch": TorchBackend, "transformer_engine": TransformerEngineBackend}
 
 
 class GPTModel(MegatronModule):
@@ -43,6 +46,8 @@ class GPTModel(MegatronModule):
     Megatron-Core does by default.
     `attention`: "fused" uses torch's kernels; "reference" is written out, for exact dropout and as
     an oracle.
+    `backend`: whose kernels compute linear layers, norms and attention, "torch" or
+    "transformer_engine"; parameters and checkpoints are the same.
     `lora`: low-rank adapters are trained and nothing else, as after `add_lora`.
     """
 
@@ -54,8 +59,11 @@ class GPTModel(MegatronModule):
         loss_normalization: LossNormalization = "token",
         attention: AttentionKernel = "fused",
         lora: LoraConfig | None = None,
+        backend: BackendName = "torch",
     ) -> None:
         super().__init__()
+        if backend not in _BACKENDS:
+            raise ValueError(f"backend={backend!r}: choose one of {sorted(_BACKENDS)}")
         if loss_normalization not in ("token", "micro_batch"):
             raise ValueError(
                 f"loss_normalization={loss_normalization!r}: choose 'token' or 'micro_batch'"
@@ -68,6 +76,7 @@ class GPTModel(MegatronModule):
         self.scheduler_config = scheduler or SchedulerConfig()
         self.loss_normalization = loss_normalization
         self.attention: AttentionKernel = attention
+        self.backend: BackendName = backend
         if lora is not None and (problems := lora.check()):
             raise ValueError("; ".join(problems))
         self.lora = lora
@@ -81,7 +90,8 @@ class GPTModel(MegatronModule):
 
     def build_network(self, device: str | None = None) -> nn.Module:
         """Make the network with uninitialised weights."""
-        network = GPTNetwork(self.config, TorchBackend(attention=self.attention), device=device)
+        backend = _BACKENDS[self.backend](attention=self.attention)
+        network = GPTNetwork(self.config, backend, device=device)
         return self.adapted(network, gpt_plan(self.config))
 
     def parallel_plan(self) -> ParallelPlan:

@@ -163,6 +163,14 @@ class Slot:
             compute(self.main_grad.view(-1))
         self.filled = self.summed = self.received = True
 
+    def add_written(self, write: Callable[[Tensor, bool], None]) -> None:
+        """Add a gradient, as a layer does in a backward pass: `write(total, add)` adds it to the
+        flat sum, or without `add` overwrites what is there.
+        """
+        self.check_open()
+        write(self.main_grad.view(-1), self.filled)
+        self.filled = self.summed = self.received = True
+
     def check_open(self) -> None:
         """RuntimeError when the bucket's sum over replicas has begun."""
         if self.bucket.launched:

@@ -39,6 +39,10 @@ class MainGradient(Protocol):
         """Add what `compute(None)` gives, or let `compute(out)` write to the flat sum."""
         ...
 
+    def add_written(self, write: Callable[[Tensor, bool], None]) -> None:
+        """Let `write(total, add)` add to the flat sum, or without `add` overwrite it."""
+        ...
+
 
 class AddsAtOnce:
     """Takes a weight's gradient where a layer would put it off (`weight_sink`), and adds it to the

@@ -21,7 +21,7 @@ READS_ENVIRONMENT = PACKAGE / "utils" / "env.py"
 
 # Optional packages, and the files (or packages) that may import them.
 OPTIONAL = {
-    "transformer_engine": ("layers/te_backend.py", "precision/fp8.py"),
+    "transformer_engine": ("precision/te.py",),
     "transformers": ("bridge/", "data/tokenizer/"),
     "flash_attn": ("layers/attention.py",),
     "mamba_ssm": ("layers/mamba.py",),
