@@ -1,7 +1,8 @@
 """Table and chart of the speed beside Megatron-Core, from results/speed.json.
 
 The file keeps entries (row, date, commit, note, ours, peer; no peer: its published numbers stand
-for it); the last one of a row counts. Nothing in the documents' tables is written by hand:
+for it). The last one of a row counts, but on one day those whose peer ran beside them come before
+others. Nothing in the documents' tables is written by hand:
 
     python benchmarks/chart.py                 # are table and chart those of the entries?
     python benchmarks/chart.py --write         # README.md, docs/speed.md, docs/images/speed.svg
@@ -62,8 +63,13 @@ def load() -> list[dict[str, Any]]:
 
 
 def comparisons(entries: list[dict[str, Any]]) -> Iterator[Comparison]:
-    """The last entry of each row, in the rows' order."""
-    last = {entry["row"]: entry for entry in entries}
+    """The entry of each row that counts, in the rows' order."""
+    last: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        old = last.get(entry["row"])
+        if old and old.get("peer") and not entry.get("peer") and old["date"] == entry["date"]:
+            continue
+        last[entry["row"]] = entry
     for name, row in ROWS.items():
         if name not in last:
             continue

@@ -116,7 +116,7 @@ ROWS: dict[str, Row] = {
     ),
     "a-pp2": Row(
         title="(a) PP=2, 8 micro-batches",
-        ours="--shapes a --pp 2 --accumulate 8 --virtual 4",
+        ours="--shapes a --pp 2 --accumulate 8 --schedule zb-v --virtual 2",
         peer="a@pp=2:gas=8",
         gpus=2,
         rate=60685,
@@ -183,10 +183,11 @@ def row_of(run: dict[str, Any]) -> str | None:
 
 
 def _same_options(row: Row, run: dict[str, Any]) -> bool:
-    """Whether a result was measured with the row's batch and sharding."""
+    """Whether a result was measured with the row's batch, and over data ranks with its sharding."""
     words = row.ours.split()
     given = dict(zip(words, words[1:], strict=False))
-    for option in ("seq", "micro", "accumulate", "sharding"):
+    batch = ("seq", "micro", "accumulate")
+    for option in batch if "--cp" in given else (*batch, "sharding"):
         value = given.get(f"--{option}")
         if value is not None and option in run and str(run[option]) != value:
             return False
