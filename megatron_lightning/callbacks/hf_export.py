@@ -15,13 +15,14 @@ import torch
 from typing_extensions import override
 
 from megatron_lightning.bridge.background import ExportThread, HostCopy
-from megatron_lightning.bridge.card import facts_of_trainer
+from megatron_lightning.bridge.card import CARD, facts_of_trainer
 from megatron_lightning.bridge.export import (
     ExportOptions,
     begin_export,
     held_for_export,
     target_of,
 )
+from megatron_lightning.bridge.folder import CONFIG
 from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES
 from megatron_lightning.bridge.writing import Export, Shares
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
@@ -59,7 +60,7 @@ class HFExport(L.Callback):
     at_end
         Export when training ends, and wait for it.
     keep
-        Exports to keep, the newest ones; None: all.
+        Exports to keep in the folder, the newest ones, whichever run wrote them; None: all.
     verify
         Read every tensor back and compare it.
     dtype, architecture, max_shard_bytes, tokenizer, merge_adapters
@@ -256,6 +257,7 @@ class HFExport(L.Callback):
     def _delete_old(self, keep: int) -> None:
         """Those of earlier runs first, then those of this one in their order."""
         found = [(m, p) for p in self.path.iterdir() if (m := _FOLDER.fullmatch(p.name))]
+        found = [(m, p) for m, p in found if (p / CARD).is_file() and (p / CONFIG).is_file()]
         found = sorted(found, key=lambda entry: int(entry[0].group(1)))
         order = [path for _, path in found if path not in self.exported] + self.exported
         old = order[:-keep]

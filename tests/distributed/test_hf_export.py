@@ -133,6 +133,7 @@ def export_and_resume(rank: int, world_size: int, out: str) -> list[list[str]]:
     found.append(sorted(p.name for p in folder.iterdir()))
     if rank == 0:
         (folder / ".step-00000009.abcd.partial").mkdir()
+        (folder / "step-3").mkdir()  # of somebody else
     again = HFExport(folder, every_n_steps=5, keep=1)
     fit(world_size, layout, [again], 6, ckpt_path=str(checkpoint))
     found.append(sorted(p.name for p in folder.iterdir()))
@@ -140,11 +141,13 @@ def export_and_resume(rank: int, world_size: int, out: str) -> list[list[str]]:
 
 
 def test_kept_count_and_resume(tmp_path: Path) -> None:
-    """The newest stay, also over a resume; what a killed run left is removed."""
+    """The newest stay, also over a resume; what a killed run left is removed, and nothing
+    else.
+    """
     (first, second), _ = run_ranks_fresh(export_and_resume, 2, str(tmp_path))
     assert len(first) == 2
     assert first[-1] == "step-00000004"
-    assert second == ["step-00000006"]
+    assert second == ["step-00000006", "step-3"]
 
 
 def fail_on_one(rank: int, world_size: int, out: str) -> None:

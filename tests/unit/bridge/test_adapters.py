@@ -189,7 +189,7 @@ class TrainsNorm(GPTModel):
     """Adapters, and the last norm."""
 
     def build_network(self, device: str) -> Any:
-        network = super().build_network(device)
+        network: Any = super().build_network(device)
         network.decoder.final_layernorm.weight.requires_grad_(True)
         return network
 
