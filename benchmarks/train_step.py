@@ -50,6 +50,7 @@ from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.models.gpt import BackendName
 from megatron_lightning.runtime.kernel_times import union
 from megatron_lightning.strategies import MegatronStrategy
 
@@ -155,7 +156,9 @@ def quantization(args: argparse.Namespace) -> QuantizationConfig | None:
     """Low precision of the linear layers, if asked for."""
     if args.fp8 is None:
         return None
-    return QuantizationConfig(recipe=args.fp8, keep_first=args.keep, keep_last=args.keep)
+    return QuantizationConfig(
+        recipe=args.fp8, kernels=args.backend, keep_first=args.keep, keep_last=args.keep
+    )
 
 
 def shape_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -265,7 +268,12 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     clock = Clock()
     kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
     trainer = trainer_of(layout, args, [clock, *kernels])
-    model = GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant"))
+    model = GPTModel(
+        config,
+        OptimizerConfig(lr=1e-4),
+        SchedulerConfig(lr_decay_style="constant"),
+        backend=args.backend,
+    )
     trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
     for one in kernels:
         table = one.table()
@@ -286,6 +294,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "pp": args.pp,
         "ep": args.ep,
         "forced": args.forced,
+        "backend": args.backend,
         "fp8": args.fp8,
         "keep": args.keep if args.fp8 else None,
         "dp": dp,
@@ -324,6 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["a"], choices=sorted(SHAPES))
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    parser.add_argument("--backend", default="torch", choices=get_args(BackendName))
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)

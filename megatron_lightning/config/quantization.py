@@ -10,9 +10,12 @@ RecipeName = Literal[
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"
 ]
 GradientFormat = Literal["e5m2", "e4m3"]
+ProductKernels = Literal["torch", "transformer_engine"]
 
 REAL_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise")
 """Recipes that run on the GPU's FP8 units; the others are simulated."""
+ENGINE_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise")
+"""Those that run by Transformer Engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class QuantizationConfig:
     simulate: bool = False
     """Round to the format and multiply in the run's precision: the numbers of the recipe on any
     device, without its speed."""
+    kernels: ProductKernels = "torch"
+    """Who casts and multiplies: torch with kernels of this package, or Transformer Engine."""
     keep_first: int = 1
     """Layers at the beginning of the network that stay in the run's precision."""
     keep_last: int = 1
@@ -71,6 +76,7 @@ class QuantizationConfig:
                 f" hardware that this package has no kernels for; use one of {REAL_RECIPES}, or"
                 " simulate=True for the recipe's numbers without its speed"
             )
+        problems += self._kernel_problems()
         if self.gradient_format not in (None, *get_args(GradientFormat)):
             problems.append(
                 f"quantization.gradient_format={self.gradient_format!r}: choose one of"
@@ -86,3 +92,27 @@ class QuantizationConfig:
         if isinstance(self.exclude, str):
             problems.append(f"quantization.exclude={self.exclude!r}: give a list of globs")
         return problems
+
+    def _kernel_problems(self) -> list[str]:
+        if self.kernels not in get_args(ProductKernels):
+            names = get_args(ProductKernels)
+            return [f"quantization.kernels={self.kernels!r}: choose one of {names}"]
+        if self.kernels == "torch":
+            return []
+        if self.simulate:
+            return [
+                "quantization.simulate=True with kernels='transformer_engine': it simulates"
+                " nothing; use kernels='torch', or simulate=False"
+            ]
+        if self.recipe in REAL_RECIPES and self.recipe not in ENGINE_RECIPES:
+            return [
+                f"quantization.recipe={self.recipe!r} with kernels='transformer_engine': it has no"
+                f" such recipe; use one of {ENGINE_RECIPES}, or kernels='torch'"
+            ]
+        if self.recipe != "fp8_blockwise" or self.gradient == "e4m3":
+            return []
+        return [
+            "quantization.gradient_format='e5m2' with recipe='fp8_blockwise',"
+            " kernels='transformer_engine': products of blocks take e4m3; leave it at None, or use"
+            " kernels='torch'"
+        ]

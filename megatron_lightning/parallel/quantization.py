@@ -46,6 +46,11 @@ from megatron_lightning.precision.operands import (
     RowRecipe,
     TensorRecipe,
 )
+from megatron_lightning.precision.te_recipes import (
+    TEBlockRecipe,
+    TETensorRecipe,
+    recipe_problem,
+)
 
 _REAL_MULTIPLE = 16
 _SPLITS: dict[Role, TensorSplit] = {Role.COLUMN: "columns", Role.ROW: "rows"}
@@ -188,7 +193,11 @@ def apply_quantization(
     of this rank hold. ValueError where the device can't run the recipe.
     """
     blocks = config.recipe == "fp8_blockwise"
-    problem = None if config.simulate else device_problem(mesh.device, blocks=blocks)
+    problem = None
+    if config.kernels == "transformer_engine":
+        problem = recipe_problem(config.recipe, mesh.device)
+    elif not config.simulate:
+        problem = device_problem(mesh.device, blocks=blocks)
     if problem is not None:
         raise ValueError(f"quantization.recipe={config.recipe!r}: {problem}")
     modules: dict[str, Any] = {
@@ -275,6 +284,10 @@ def _recipe(
     config: QuantizationConfig, name: str, delayed: DelayedScaling | None, seed: int
 ) -> Recipe:
     gradient = config.gradient
+    if config.kernels == "transformer_engine":
+        if config.recipe == "fp8_blockwise":
+            return TEBlockRecipe(gradient)
+        return TETensorRecipe(gradient, None if delayed is None else delayed.recipe(name))
     if not config.simulate:
         if config.recipe == "fp8_rowwise":
             return FP8RowRecipe(gradient)

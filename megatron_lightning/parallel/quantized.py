@@ -280,6 +280,14 @@ def _weight_gradient(ctx: Any, weight: Tensor, grad: Operand, x: Operand) -> Ten
     product = ctx.products.recipe.product
     if not ctx.sums:
         return product(grad, x, weight.dtype, forward=False)
+    if ctx.products.recipe.adds_products:
+
+        def write(total: Tensor, add: bool) -> None:
+            total = total.view(weight.shape)
+            product(grad, x, total.dtype, forward=False, out=total, add=add)
+
+        main_gradient_of(weight).add_written(write)
+        return None
 
     def compute(out: Tensor | None) -> Tensor:
         if out is not None:

@@ -70,6 +70,8 @@ class Recipe(ABC):
     """
 
     block: int = 1
+    adds_products: bool = False
+    """`product` takes `add`, and adds to `out` then."""
     joins_parts: bool = True
     """Operands of parts of the rows can be joined; else the matrix is, before."""
 
@@ -96,11 +98,14 @@ class Recipe(ABC):
         *,
         forward: bool,
         out: Tensor | None = None,
+        add: bool = False,
     ) -> Tensor:
         """The product a b^T, summed in float32: (M, K), (N, K) -> (M, N) in `dtype`.
 
-        `forward` allows for what is too coarse for gradients. It is written to `out` if given.
+        `forward` allows for what is too coarse for gradients. It is written to `out` if given, or
+        added where the recipe `adds_products`.
         """
+        assert not add, "only where `adds_products`"
         result = product(a, b, dtype)
         return result if out is None else out.copy_(result)
 

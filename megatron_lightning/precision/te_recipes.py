@@ -49,6 +49,8 @@ def _name(kernels: Any, dtype: torch.dtype) -> Any:
 class TETensorRecipe(TensorRecipe):
     """One scale for a tensor: of its own largest value, or by `delayed` of those before."""
 
+    adds_products = True
+
     def __init__(self, gradient: str, delayed: DelayedRecipe | None = None) -> None:
         super().__init__(gradient)
         self._delayed = delayed
@@ -94,21 +96,19 @@ class TETensorRecipe(TensorRecipe):
         def wrap(operand: Operand) -> Any:
             assert operand.scale is not None
             return engine.float8_tensor(
-                data=operand.values.view(torch.uint8),
+                data=_padded(operand.values).view(torch.uint8),
                 fp8_scale_inv=operand.scale.view(1),
                 fp8_dtype=_name(engine.kernels, operand.values.dtype),
             )
 
-        rows = len(a.values)
-        if rows % _MULTIPLE:
-            a = Operand(_pad_bytes(a.values), a.scale)
         result = te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=not forward)
-        return result[:rows]
+        return result[: len(a.values)]
 
 
 class TEBlockRecipe(Recipe):
     """Scales of 1x128 blocks along the summed dim, powers of two; of 128x128 for weights."""
 
+    adds_products = True
     block = 128
     joins_parts = False
 
@@ -141,8 +141,9 @@ class TEBlockRecipe(Recipe):
         def operand(values: Tensor | None, scale: Tensor | None) -> Operand | None:
             return None if values is None else kind(values.view(dtype), scale)
 
+        rows = cast._rowwise_data[: len(x)] if itself else None
         return Pair(
-            operand(cast._rowwise_data, cast._rowwise_scale_inv) if itself else None,
+            operand(rows, cast._rowwise_scale_inv) if itself else None,
             operand(cast._columnwise_data, cast._columnwise_scale_inv) if transposed else None,
         )
 
@@ -161,7 +162,7 @@ class TEBlockRecipe(Recipe):
 
         def wrap(operand: Operand) -> Any:
             return engine.block_tensor(
-                rowwise_data=operand.values.view(torch.uint8),
+                rowwise_data=_padded(operand.values).view(torch.uint8),
                 rowwise_scale_inv=operand.scale,
                 columnwise_data=None,
                 columnwise_scale_inv=None,
@@ -170,7 +171,8 @@ class TEBlockRecipe(Recipe):
                 is_2D_scaled=isinstance(operand, _Square),
             )
 
-        return te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=True)
+        result = te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=True)
+        return result[: len(a.values)]
 
 
 def _cast(
@@ -198,7 +200,10 @@ def _cast(
     )
 
 
-def _pad_bytes(values: Tensor) -> Tensor:
+def _padded(values: Tensor) -> Tensor:
+    """Zeros behind the rows up to a multiple of 16."""
+    if not len(values) % _MULTIPLE:
+        return values
     padded = F.pad(values.view(torch.uint8), (0, 0, 0, -len(values) % _MULTIPLE))
     return padded.view(values.dtype)
 

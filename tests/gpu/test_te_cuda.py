@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from megatron_lightning.config import (
     DataParallelConfig,
     LoraConfig,
+    QuantizationConfig,
     RecomputeConfig,
     RuntimeConfig,
 )
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.quantization import ENGINE_RECIPES, RecipeName
 from megatron_lightning.layers import SequenceInfo, TorchBackend, TransformerLayer
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.te import TransformerEngineBackend
@@ -269,3 +271,16 @@ def test_same_names_and_losses() -> None:
     halves = [copy.deepcopy(network).cuda().bfloat16() for network in networks]
     losses = [network(tokens, None, tokens).float() for network in halves]
     assert F.mse_loss(*losses).sqrt() < 8 * ROUNDING * losses[0].mean()
+
+
+@pytest.mark.parametrize("recipe", ENGINE_RECIPES)
+def test_training_in_fp8(recipe: RecipeName) -> None:
+    config = dict(hidden_size=128, ffn_hidden_size=256)
+    losses = {}
+    for kernels in ("torch", "transformer_engine"):
+        quantization = QuantizationConfig(recipe=recipe, kernels=kernels)
+        run = on_gpu(kernels, config=config, layout=dict(quantization=quantization))
+        losses[kernels] = torch.tensor(run_ranks_fresh(train, 1, run, timeout=300)[0]["losses"])
+    print(recipe, losses)
+    assert losses["torch"].isfinite().all()
+    assert ((losses["torch"] - losses["transformer_engine"]).abs() < 1e-2 * losses["torch"]).all()
