@@ -20,7 +20,7 @@ from megatron_lightning.precision.fp8_casts import (
     cast_columns,
     cast_rows,
     column_largest_of,
-    largest_of,
+    largest_and_scales_of,
     row_largest_of,
     scale_rows,
     scales_of,
@@ -87,11 +87,12 @@ class FP8TensorRecipe(TensorRecipe):
             record = seen if self._delayed.store.recording else None
             values, transposed = cast_both(x, scale, name, wanted, record)
         else:
-            amax = largest_of(x)
+            amax, scale, inverse = largest_and_scales_of(x, name)
             if self._delayed is not None and self._delayed.store.recording:
                 seen, _, _ = self._delayed.place(role)
                 torch.maximum(seen, amax, out=seen)
-            scale, inverse = scales_of(over_columns(over_rows(amax)), name)
+            if over_rows is not identity or over_columns is not identity:
+                scale, inverse = scales_of(over_columns(over_rows(amax)), name)
             values, transposed = cast_both(x, scale, name, wanted, None)
         return Pair(
             None if values is None else Operand(values, inverse),

@@ -53,8 +53,18 @@ def largest_of(x: Tensor) -> Tensor:
     if _by_kernel(x):
         from megatron_lightning.precision.kernels import fp8
 
-        return fp8.largest(x)
+        return fp8.largest(x)[0]
     return largest(x)
+
+
+def largest_and_scales_of(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """`largest_of` and `scales_of` it: (largest, scale, 1 / scale), each 0-dim float32."""
+    if _by_kernel(x):
+        from megatron_lightning.precision.kernels import fp8
+
+        return fp8.largest(x, FP8_MAX[name])
+    amax = largest(x)
+    return amax, *scales_of(amax, name)
 
 
 def row_largest_of(x: Tensor) -> Tensor:

@@ -41,13 +41,6 @@ def _largest(x, parts, count, span: tl.constexpr):
 
 
 @triton.jit
-def _join(parts, largest, count, block: tl.constexpr):
-    lane = tl.arange(0, block)
-    found = tl.load(parts + lane, mask=lane < count, other=0.0)
-    tl.store(largest, tl.max(found, axis=0))
-
-
-@triton.jit
 def _power(amax, limit):
     """(scale, 1 / scale), see `formats.power_of_two_scale`; powers of two by their exponent."""
     quotient = tl.div_rn(tl.zeros_like(amax) + limit, amax)
@@ -59,6 +52,17 @@ def _power(amax, limit):
     inverse = tl.where(amax == 0.0, 1.0, inverse)
     finite = amax < float("inf")
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
+
+
+@triton.jit
+def _join(parts, joined, limit, count, block: tl.constexpr):
+    """The largest of `parts`, its scale and 1 / scale, four float32 from one to the next."""
+    lane = tl.arange(0, block)
+    most = tl.max(tl.load(parts + lane, mask=lane < count, other=0.0), axis=0)
+    scale, inverse = _power(most, limit)
+    tl.store(joined, most)
+    tl.store(joined + 4, scale)
+    tl.store(joined + 8, inverse)
 
 
 @triton.jit
@@ -136,15 +140,16 @@ def _cast_rows(x, out, scales, columns, padded_columns, limit, span: tl.constexp
     tl.store(out + row * padded_columns + lane, rounded, mask=lane < padded_columns)
 
 
-def largest(x: Tensor) -> Tensor:
-    """Largest absolute value of a contiguous tensor, 0-dim float32; infinite where one is NaN."""
-    found = x.new_zeros((), dtype=torch.float32)
-    if x.numel():
-        programs = min(triton.cdiv(x.numel(), _SPAN), _PARTS)
-        parts = x.new_empty(programs, dtype=torch.float32)
-        _largest[(programs,)](x, parts, x.numel(), span=_SPAN, num_warps=_WARPS)
-        _join[(1,)](parts, found, programs, block=_PARTS)
-    return found
+def largest(x: Tensor, limit: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest absolute value of a contiguous tensor, 0-dim float32, infinite where one is NaN; its
+    scale and 1 / scale. Each is at a multiple of 16 bytes, as products take them.
+    """
+    programs = max(1, min(triton.cdiv(x.numel(), _SPAN), _PARTS))
+    parts = x.new_empty(programs, dtype=torch.float32)
+    _largest[(programs,)](x, parts, x.numel(), span=_SPAN, num_warps=_WARPS)
+    joined = x.new_empty(12, dtype=torch.float32)
+    _join[(1,)](parts, joined, limit, programs, block=_PARTS)
+    return joined[0], joined[4], joined[8]
 
 
 def scales(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
