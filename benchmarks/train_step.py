@@ -31,6 +31,7 @@ from typing import Any, get_args
 
 import lightning as L
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from shapes import SHAPES, RandomTokens
 from torch.profiler import ProfilerActivity, profile
@@ -307,6 +308,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "context": layout.context.form if args.cp > 1 else None,
         "packed": args.packed,
         "set": args.set,
+        "memory_budget": args.memory_budget,
         "sharding": args.sharding,
         "fuse_weight_gradients": not args.no_fuse,
         "tokens_per_second_per_gpu": round(rate),
@@ -347,6 +349,8 @@ def main() -> None:
     parser.add_argument("--layout", default="", help='--pp: stages, e.g. "Et*8|t*8L"')
     parser.add_argument("--context", default="ring", choices=get_args(ContextForm))
     parser.add_argument("--packed", action="store_true", help="samples full of short documents")
+    parser.add_argument("--memory-budget", type=float, default=1.0, help="of torch.compile: below"
+                        " 1, cheap operations are computed again in backward")  # fmt: skip
     parser.add_argument("--set", nargs="+", default=[], help="SECTION.FIELD=VALUE of a config")
     parser.add_argument("--fp8", choices=REAL_RECIPES, help="recipe of the linear layers")
     parser.add_argument("--keep", type=int, default=0, help="--fp8: first and last layers in bf16")
@@ -359,6 +363,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="profile a step for its busy share")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    torch._functorch.config.activation_memory_budget = args.memory_budget
     for name in args.shapes:
         result = measure(name, args)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
