@@ -237,21 +237,21 @@ class TEAttention(FusedAttention):
     ) -> Tensor:
         """See `CoreAttention.forward`."""
         others = self.drops or self.score_cap or sinks is not None or rows is not None
-        if others or not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        if others or not _fits(query, value):
             return super().forward(query, key, value, sequence, rows=rows, sinks=sinks)
         if sequence is not None:
             return _packed(self, query, key, value, sequence)
         length = query.shape[0]
         window = self.window_size if self.window_size < length else 0
-        if not _fits(query, value):
-            return super().forward(query, key, value, None)
         out, _ = te_attention(query, key, value, None, length, self.scale, window)
         return out.flatten(2)
 
 
 def _fits(query: Tensor, value: Tensor) -> bool:
-    """Whether heads are of sizes that every version has kernels for."""
+    """Whether there is a kernel: CUDA, 16 bits, heads of sizes that every version takes."""
     size = query.shape[-1]
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
     return size == value.shape[-1] and size % 8 == 0 and size <= _MAX_HEAD_DIM
 
 
@@ -261,8 +261,6 @@ def _run_packed(
     lengths, batch = sequence.flat, query.shape[1]
     longest = max(_MIN_LENGTHS, 1 << (max(lengths) - 1).bit_length())
     window = core.window_size if core.window_size < longest else 0
-    if not _fits(query, value):
-        return FusedAttention.forward(core, query, key, value, sequence)
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
     ends = _ends(lengths, query.device)
     out, _ = te_attention(query, key, value, ends, longest, core.scale, window)
