@@ -76,6 +76,11 @@ class QuantizationConfig:
                 f" hardware that this package has no kernels for; use one of {REAL_RECIPES}, or"
                 " simulate=True for the recipe's numbers without its speed"
             )
+        elif not self.simulate and self.recipe == "fp8_blockwise" and self.gradient == "e5m2":
+            problems.append(
+                "quantization.gradient_format='e5m2' with recipe='fp8_blockwise': products of"
+                " blocks take e4m3; leave it at None, or use simulate=True"
+            )
         problems += self._kernel_problems()
         if self.gradient_format not in (None, *get_args(GradientFormat)):
             problems.append(
@@ -109,10 +114,4 @@ class QuantizationConfig:
                 f"quantization.recipe={self.recipe!r} with kernels='transformer_engine': it has no"
                 f" such recipe; use one of {ENGINE_RECIPES}, or kernels='torch'"
             ]
-        if self.recipe != "fp8_blockwise" or self.gradient == "e4m3":
-            return []
-        return [
-            "quantization.gradient_format='e5m2' with recipe='fp8_blockwise',"
-            " kernels='transformer_engine': products of blocks take e4m3; leave it at None, or use"
-            " kernels='torch'"
-        ]
+        return []

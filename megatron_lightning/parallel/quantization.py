@@ -29,6 +29,7 @@ from megatron_lightning.parallel.quantized import (
     WeightClock,
     largest_over,
 )
+from megatron_lightning.parallel.quantized_region import announce
 from megatron_lightning.parallel.rounding_noise import RoundingNoise
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.precision.delayed import DelayedScaling
@@ -64,6 +65,12 @@ class Quantization:
         self.delayed = delayed
         self._over_ranks = partial(largest_over, axes=[mesh.dp_cp, mesh.tp])
         self._window_is_new = True
+        self._in_regions: list[tuple[QuantizedProducts, nn.Module]] = []
+
+    def add(self, products: QuantizedProducts, module: nn.Module) -> None:
+        """A layer whose products may be operations of a compiled region."""
+        if products.in_regions:
+            self._in_regions.append((products, module))
 
     def begin_run(self, *, training: bool) -> None:
         """Before the passes of a batch: weights are rounded anew where they may have changed.
@@ -74,6 +81,9 @@ class Quantization:
         if self._window_is_new or not training:
             self.clock.tick()
         self._window_is_new = not training
+        for products, module in self._in_regions:
+            assert isinstance(module.weight, Tensor)
+            announce(products, module.weight)
         if self.delayed is not None:
             self.delayed.recording = training
 
@@ -225,8 +235,9 @@ def apply_quantization(
         split = plan.split_of(f"{name}.weight")
         row = table[f"{prefix}{name}.weight"]
         kind = _kind(split, len(row.global_shape)) if mesh.tp.size > 1 else "none"
+        recipe = _recipe(config, name, delayed, seed)
         module.quantized = QuantizedProducts(
-            recipe=_recipe(config, name, delayed, seed),
+            recipe=recipe,
             split=kind,
             tensor_axis=mesh.tp,
             context_axis=mesh.cp,
@@ -234,7 +245,9 @@ def apply_quantization(
             clock=quantization.clock,
             keeps_weights=keeps_weights,
             noise=_noise(config, prefix + name, row, plan.sequence_dim, streams, seed),
+            in_regions=bool(recipe.layout) and keeps_weights and mesh.tp.size == 1,
         )
+        quantization.add(module.quantized, module)
     return quantization
 
 

@@ -30,6 +30,7 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.quantized_region import RegionLinear
 from megatron_lightning.precision.operands import (
     BOTH,
     Noise,
@@ -78,13 +79,17 @@ class QuantizedProducts:
     keeps_weights: bool = True
     """False: round weights at each use (fully sharded ones come and go)."""
     noise: NoiseSource | None = None
+    in_regions: bool = False
+    """True: in a compiled layer products are operations of its region; `announce` goes before."""
+    weight_held: Tensor | None = field(default=None, repr=False)
+    """What was announced; views of it that a region makes have versions of their own."""
     _weight: Pair | None = field(default=None, repr=False)
     _weight_key: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedProducts:
         """The same without rounded weights, for a copy of the layer."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name[0] != "_"}
-        return QuantizedProducts(**fields)
+        return QuantizedProducts(**{**fields, "in_regions": False, "weight_held": None})
 
     def __call__(
         self,
@@ -101,13 +106,19 @@ class QuantizedProducts:
             axis, dim = before.axis, before.sequence_dim
         elif before is not None:
             x = before(x)
+        if self._in_region() and dim is None:
+            keeps = weight.requires_grad and torch.is_grad_enabled()
+            return RegionLinear.apply(x, weight, bias, sums, keeps, self.recipe.layout)
         # Within the function gradients are off, and `needs_input_grad` knows nothing of `no_grad`.
         keeps = weight.requires_grad and torch.is_grad_enabled()
         return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
 
     def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`forward(x)` of the layer, outside of compiled regions."""
-        return _outside_of_regions(forward, x)
+        """`forward(x)` of the layer, if need be outside of compiled regions."""
+        return forward(x) if self._in_region() else _outside_of_regions(forward, x)
+
+    def _in_region(self) -> bool:
+        return self.in_regions and torch.compiler.is_compiling()
 
     # ------------------------------------------------------------------ operands
 
@@ -141,7 +152,8 @@ class QuantizedProducts:
         """Operands of the weight (N, K), from before if it hasn't changed since. Where they are
         kept, both are made at once.
         """
-        key = (self.clock.time, weight._version, weight.data_ptr())
+        held = weight if self.weight_held is None else self.weight_held
+        key = (self.clock.time, held._version, weight.data_ptr())
         if self._weight is not None and self._weight_key == key:
             return self._weight
         axes = [self.tensor_axis]
@@ -155,6 +167,25 @@ class QuantizedProducts:
         if self.keeps_weights:
             self._weight, self._weight_key = pair, key
         return pair
+
+    def weight_gradient(
+        self, weight: Tensor, grad: Operand, x: Operand, *, sums: bool
+    ) -> Tensor | None:
+        """The gradient for autograd, or None once it is in its sum."""
+        product = self.recipe.product
+        if not sums:
+            return product(grad, x, weight.dtype, forward=False)
+
+        def compute(out: Tensor | None) -> Tensor:
+            if out is not None:
+                return product(grad, x, out.dtype, forward=False, out=out.view(weight.shape))
+            # Half the traffic of float32, and a rounding far below that of the factors; float16
+            # could overflow.
+            exact = weight.dtype is torch.float16
+            return product(grad, x, torch.float32 if exact else weight.dtype, forward=False)
+
+        main_gradient_of(weight).add_gradient(compute)
+        return None
 
     def _row_axes(self, part: bool) -> list[MeshAxis]:
         return [self.context_axis, self.tensor_axis] if part else [self.context_axis]
@@ -268,37 +299,11 @@ class _QuantizedLinear(torch.autograd.Function):
             if gathered is not None:
                 transposed = gathered()
             assert transposed is not None
-            grad_weight = _weight_gradient(ctx, weight, of_rows, transposed)
+            grad_weight = products.weight_gradient(weight, of_rows, transposed, sums=ctx.sums)
         if needs_bias:
             grad_bias = rows.sum(dim=0)
         grad_x = None if reduced is None else reduced()
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _weight_gradient(ctx: Any, weight: Tensor, grad: Operand, x: Operand) -> Tensor | None:
-    """The gradient for autograd, or None once it is in its sum."""
-    product = ctx.products.recipe.product
-    if not ctx.sums:
-        return product(grad, x, weight.dtype, forward=False)
-    if ctx.products.recipe.adds_products:
-
-        def write(total: Tensor, add: bool) -> None:
-            total = total.view(weight.shape)
-            product(grad, x, total.dtype, forward=False, out=total, add=add)
-
-        main_gradient_of(weight).add_written(write)
-        return None
-
-    def compute(out: Tensor | None) -> Tensor:
-        if out is not None:
-            return product(grad, x, out.dtype, forward=False, out=out.view(weight.shape))
-        # Half the traffic of float32, and a rounding far below that of the factors; float16 could
-        # overflow.
-        exact = weight.dtype is torch.float16
-        return product(grad, x, torch.float32 if exact else weight.dtype, forward=False)
-
-    main_gradient_of(weight).add_gradient(compute)
-    return None
 
 
 def _save(ctx: Any, weight: Tensor, transposed: Operand | None) -> None:

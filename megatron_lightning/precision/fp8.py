@@ -38,6 +38,8 @@ from megatron_lightning.precision.operands import (
 )
 
 _CAPABILITY = (8, 9)
+_ROWS = 16
+"""Products with scales of blocks need a multiple of it."""
 _BLOCKS = 9
 """Compute capability, its first number, of scales by blocks of 128."""
 
@@ -65,9 +67,12 @@ def device_problem(device: torch.device, *, blocks: bool = False) -> str | None:
 class FP8TensorRecipe(TensorRecipe):
     """One scale for a tensor: of its own largest value, or by `delayed` of those before."""
 
+    layout = "tensor"
+
     def __init__(self, gradient: str, delayed: DelayedRecipe | None = None) -> None:
         super().__init__(gradient)
         self._delayed = delayed
+        self.lends_scales = delayed is not None
 
     def pair(
         self,
@@ -115,6 +120,8 @@ class FP8TensorRecipe(TensorRecipe):
 class FP8RowRecipe(TensorRecipe):
     """A scale for each row of an operand."""
 
+    layout = "rows"
+
     def pair(
         self,
         x: Tensor,
@@ -157,6 +164,7 @@ class FP8BlockRecipe(TensorRecipe):
     """A scale for each 1x128 values along the summed dim, and for each 128x128 of a weight."""
 
     block = BLOCK
+    layout = "blocks"
     joins_parts = False  # scales lie by blocks first
 
     def pair(
@@ -187,28 +195,36 @@ class FP8BlockRecipe(TensorRecipe):
         forward: bool,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Recipe.product`. The sum comes out in bfloat16, which every device has."""
-        result = _scaled_blocks(a, b)
+        """See `Recipe.product`."""
+        exact = dtype is not torch.bfloat16
+        result = _scaled_blocks(a, b, torch.float32 if exact else dtype)
         if out is not None:
             return out.copy_(result)
-        return result if dtype is torch.bfloat16 else result.to(dtype)
+        return result if dtype is result.dtype else result.to(dtype)
 
 
-def _scaled_blocks(a: Operand, b: Operand) -> Tensor:
+def _scaled_blocks(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """The product a b^T of (M, K) in blocks of 1x128 and (N, K) in such or those of 128x128."""
-    assert a.scale is not None
+    values, scale = a
+    assert scale is not None
     assert b.scale is not None
+    rows = len(values)
+    missing = -rows % _ROWS
+    if missing:
+        padded = F.pad(values.view(torch.uint8), (0, 0, 0, missing))
+        values, scale = padded.view(values.dtype), F.pad(scale.t(), (0, missing)).t()
     of_rows = b.scale.shape[0] == b.values.shape[0]  # which is a multiple of 16
     kind = F.ScalingType.BlockWise1x128 if of_rows else F.ScalingType.BlockWise128x128
-    return F.scaled_mm(
-        a.values,
+    y = F.scaled_mm(
+        values,
         b.values.t(),
-        a.scale,
+        scale,
         F.ScalingType.BlockWise1x128,
         b.scale if of_rows else b.scale.t(),
         kind,
-        output_dtype=torch.bfloat16,
+        output_dtype=dtype,
     )
+    return y[:rows] if missing else y
 
 
 def _scaled(

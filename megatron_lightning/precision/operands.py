@@ -72,6 +72,11 @@ class Recipe(ABC):
     block: int = 1
     adds_products: bool = False
     """`product` takes `add`, and adds to `out` then."""
+    layout: str = ""
+    """"tensor", "rows" or "blocks": what shares a scale of an operand in FP8's own dtype; "": not
+    known, the layer stays outside of compiled regions."""
+    lends_scales: bool = False
+    """Scales of operands are kept by the recipe."""
     joins_parts: bool = True
     """Operands of parts of the rows can be joined; else the matrix is, before."""
 
