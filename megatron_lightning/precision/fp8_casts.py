@@ -182,12 +182,12 @@ def cast_blocks(
             square=square,
             wanted=wanted,
         )
-    itself = _blocks(x, name, square) if wanted[0] else None
-    transposed = _blocks(x.t().contiguous(), name, square) if wanted[1] else None
-    return itself, transposed
+    itself = _blocks(x, name, square, x.shape[1]) if wanted[0] else None
+    turned = _blocks(x.t().contiguous(), name, square, _padded(len(x))) if wanted[1] else None
+    return itself, turned
 
 
-def _blocks(x: Tensor, name: str, square: bool) -> tuple[Tensor, Tensor]:
+def _blocks(x: Tensor, name: str, square: bool, width: int) -> tuple[Tensor, Tensor]:
     held = x.new_zeros(())
 
     def quantise(blocks: Tensor, amax: Tensor) -> Tensor:
@@ -200,5 +200,5 @@ def _blocks(x: Tensor, name: str, square: bool) -> tuple[Tensor, Tensor]:
     values = cast_fp8(by_blocks(x, height, BLOCK, quantise), name)
     missing = -held.shape[1] % 4 if square else 0
     held = F.pad(held, (0, missing)) if square else held.t().contiguous()
-    padded = F.pad(values.view(torch.uint8), (0, _padded(x.shape[1]) - x.shape[1]))
+    padded = F.pad(values.view(torch.uint8), (0, width - x.shape[1]))
     return padded.view(values.dtype), held

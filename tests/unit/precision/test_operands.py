@@ -267,7 +267,7 @@ def test_block_operands_are_those_of_simulation(shape: tuple[int, int]) -> None:
             assert got.scale is not None
             assert want is not None
             high, wide = want.values.shape
-            assert got.values.shape == (high, wide + -wide % 16)
+            assert got.values.shape == (high, wide + -wide % 16)  # of features nothing is added
             scale = got.scale.repeat_interleave(128, 1)[:, :wide]
             if role == "weight":
                 assert got.scale.shape[1] % 4 == 0
