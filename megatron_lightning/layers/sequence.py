@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_lightning.layers.rotary import tensor_version
@@ -10,7 +11,7 @@ from megatron_lightning.parallel.sequence import SequenceInfo
 
 class PackedSequences:
     """Makes the `SequenceInfo` of a micro-batch and remembers the last one, for the layers that
-    follow: on a GPU the lengths are waited for once a micro-batch.
+    follow. `cu_seqlens` on the host cost no wait; on a GPU they are waited for once a micro-batch.
     """
 
     def __init__(self) -> None:
@@ -26,13 +27,18 @@ class PackedSequences:
         version = tensor_version(cu_seqlens)
         if self._info is None or cu_seqlens is not self._cu_seqlens or version != self._version:
             self._info = SequenceInfo.from_cu_seqlens(cu_seqlens)
-            self._positions = self._info.positions(cu_seqlens.device)
+            self._positions = None
             self._cu_seqlens, self._version = cu_seqlens, version
         return self._info
 
-    def positions(self, cu_seqlens: Tensor | None) -> Tensor | None:
+    def positions(self, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
         """Position of each token within its document, (B, S); None when nothing is packed."""
-        return None if self(cu_seqlens) is None else self._positions
+        info = self(cu_seqlens)
+        if info is None:
+            return None
+        if self._positions is None or self._positions.device != device:
+            self._positions = info.positions(device)
+        return self._positions
 
 
 __all__ = ["PackedSequences", "SequenceInfo"]

@@ -152,6 +152,18 @@ class GPTModel(MegatronModule):
 
     # ------------------------------------------------------------------ steps
 
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Lightning's hook. `cu_seqlens` stays on the host, which cuts attention by it: from the
+        device it would be waited for.
+        """
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("cu_seqlens"), Tensor):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        others = {key: value for key, value in batch.items() if key != "cu_seqlens"}
+        moved = super().transfer_batch_to_device(others, device, dataloader_idx)
+        return {**moved, "cu_seqlens": batch["cu_seqlens"]}
+
     def forward(
         self,
         tokens: Tensor,

@@ -122,7 +122,7 @@ class GPTNetwork(StagedNetwork):
     ) -> Tensor:
         """Embed: (B, S) -> (S, B, H)."""
         if position_ids is None:
-            position_ids = self.packed.positions(cu_seqlens)
+            position_ids = self.packed.positions(cu_seqlens, tokens.device)
         return self.embedding(tokens, position_ids)
 
     def apply_layer(
@@ -147,7 +147,7 @@ class GPTNetwork(StagedNetwork):
         if self.rotary is None:
             return None
         if position_ids is None:
-            position_ids = self.packed.positions(cu_seqlens)
+            position_ids = self.packed.positions(cu_seqlens, tokens.device)
         # From the tokens' shape, since the hidden state may hold only a part of the sequence.
         return self._rotary_of(layer)(tokens.shape[1], position_ids, tokens.device)
 

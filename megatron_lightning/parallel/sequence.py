@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.context_plan import to_device
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldTokens:
@@ -79,18 +81,16 @@ class SequenceInfo:
 
     def documents(self, device: torch.device | str = "cpu") -> Tensor:
         """Number of the document, within its sample, of each token: (B, S) int64."""
-        return torch.stack(
-            [
-                torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row))
-                for row in self.lengths
-            ]
-        ).to(device)
+        rows = [
+            torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row))
+            for row in self.lengths
+        ]
+        return to_device(torch.stack(rows), torch.int64, torch.device(device))
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """Position of each token within its document: (B, S) int64."""
-        return torch.stack(
-            [torch.cat([torch.arange(length) for length in row]) for row in self.lengths]
-        ).to(device)
+        rows = [torch.cat([torch.arange(length) for length in row]) for row in self.lengths]
+        return to_device(torch.stack(rows), torch.int64, torch.device(device))
 
 
 def _lengths(row: Sequence[int]) -> tuple[int, ...]:

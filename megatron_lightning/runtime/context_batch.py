@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lightning.parallel.collectives import all_gather
+from megatron_lightning.parallel.context_plan import to_device
 from megatron_lightning.parallel.context_slices import local_index, padded_length
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.sequence import HeldTokens, SequenceInfo
@@ -112,12 +113,12 @@ class ContextSlicer:
         length, device = self._sequence_length(data)
         packed = _packed(data, length)
         sources, padded = self._sources(length, packed)
-        own = sources[self._axis.rank].to(device)
+        own = to_device(sources[self._axis.rank], torch.int64, device)
         cut = self._cut(data, own, length)
         if "position_ids" not in data:
             cut["position_ids"] = _position_ids(own, length, packed)
         if packed is not None:
-            cut["cu_seqlens"] = padded.cu_seqlens(device)
+            cut["cu_seqlens"] = padded.cu_seqlens(data["cu_seqlens"].device)
         part = ContextPart(
             share=_share(data, cut, own, length, self._axis.size),
             held=HeldTokens(

@@ -12,6 +12,7 @@ from megatron_lightning.layers import (
     SequenceInfo,
     TorchBackend,
 )
+from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.streams import Layout
@@ -104,3 +105,27 @@ def test_lengths_are_read_once_for_a_micro_batch() -> None:
     assert changed is not None
     assert changed.lengths == ((2, 2, 8), (12,))
     assert packed(None) is None
+
+
+def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    network = GPTNetwork(config, TorchBackend())
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for layer in network.decoder.layers.values():
+        layer.compile(backend="eager")
+    tokens = torch.arange(24).view(2, 12)
+    for step, rows in enumerate([LENGTHS, ((5, 7), (2, 10)), ((1, 1, 10), (6, 3, 3))]):
+        monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", step > 0)
+        cu_seqlens = SequenceInfo(rows).cu_seqlens()
+        network(tokens, labels=tokens, cu_seqlens=cu_seqlens).sum().backward()
+
+
+def test_lengths_stay_on_the_host() -> None:
+    model = GPTModel(tiny_config())
+    batch = {"tokens": torch.zeros(2, 12), "cu_seqlens": SequenceInfo(LENGTHS).cu_seqlens()}
+    moved = model.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved["tokens"].is_meta
+    assert moved["cu_seqlens"] is batch["cu_seqlens"]
+    moved = model.transfer_batch_to_device([batch["tokens"]], torch.device("meta"), 0)
+    assert moved[0].is_meta
