@@ -59,7 +59,7 @@ class Float8Quantizer:
         self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
         self.rowwise, self.columnwise = rowwise, columnwise
 
-    def __call__(self, x: Tensor) -> Float8Tensor:
+    def quantize_impl(self, x: Tensor) -> Float8Tensor:
         assert x.is_contiguous()
         assert len(x) % 16 == 0
         torch.maximum(self.amax, x.abs().max().float(), out=self.amax)
@@ -111,7 +111,7 @@ class BlockQuantizer:
         self.dtype, self.height = fp8_dtype, BLOCK if block_scaling_dim == 2 else 1
         self.sides = rowwise, columnwise
 
-    def __call__(self, x: Tensor) -> BlockTensor:
+    def quantize_impl(self, x: Tensor) -> BlockTensor:
         sides = [
             self._quantize(side) if wanted else (None, None)
             for side, wanted in zip((x, x.t()), self.sides, strict=True)

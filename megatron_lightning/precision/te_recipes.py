@@ -8,6 +8,7 @@ who multiplies, and that a weight's gradient is added to its sum by the product 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class TEBlockRecipe(Recipe):
             columnwise=transposed,
             block_scaling_dim=2 if role == "weight" else 1,
         )
-        cast = quantizer(pad_to(x, 0, _MULTIPLE).contiguous())
+        quantizer.internal = True  # no subclass of Tensor around the result
+        cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE).contiguous())
         kind = _Square if role == "weight" else Operand
 
         def operand(values: Tensor | None, scale: Tensor | None) -> Operand | None:
@@ -187,17 +189,24 @@ def _cast(
     rows = len(x)
     quantizer = engine.float8_quantizer(
         scale.reshape(1),
-        torch.zeros(1, device=x.device) if seen is None else seen.view(1),
+        _unread(x.device) if seen is None else seen.view(1),
         _name(engine.kernels, dtype),
         rowwise=itself,
         columnwise=transposed,
     )
-    cast = quantizer(pad_to(x, 0, _MULTIPLE))
+    quantizer.internal = True  # no subclass of Tensor around the result
+    cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE))
     inverse = cast._scale_inv.view(())
     return Pair(
         Operand(cast._data.view(dtype)[:rows], inverse) if itself else None,
         Operand(cast._transpose.view(dtype), inverse) if transposed else None,
     )
+
+
+@functools.lru_cache
+def _unread(device: torch.device) -> Tensor:
+    """Where largest values go that nobody asks for."""
+    return torch.zeros(1, device=device)
 
 
 def _padded(values: Tensor) -> Tensor:

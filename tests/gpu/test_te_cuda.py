@@ -29,6 +29,7 @@ from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.te import TransformerEngineBackend
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.random import Normal
+from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.operands import Operand, Pair, Recipe
 from megatron_lightning.precision.te_recipes import TEBlockRecipe, TETensorRecipe
 from tests.harness import run_ranks_fresh
@@ -163,6 +164,21 @@ def test_fp8_products(kind: str, rows: int) -> None:
     for times in (1, 2):
         recipe.product(*factors, torch.float32, forward=False, out=total, add=times > 1)  # type: ignore[call-arg]
         assert error(total, times * exact) < LIMITS[kind]
+
+
+def test_largest_values_are_recorded() -> None:
+    store = DelayedScaling(["a"], gradient="e5m2", length=4, margin=0, device=torch.device("cuda"))
+    recipe = TETensorRecipe("e5m2", store.recipe("a"))
+    x = drawn(256, 256)
+    for factor in (1.0, 0.25, 0.5):  # the first without a history
+        recipe.pair(x * factor, "input")
+        recipe.pair(x * factor / 2, "input")
+        assert store.amax[0, 0] == (x * factor).abs().max().float()
+        assert store.amax[0, 1] == 0
+        store.finish_window(lambda amax: amax)
+    itself = operand(recipe.pair(x, "input"), "itself")
+    assert itself.scale is not None
+    assert error(itself.values.float() * itself.scale, x) < LIMITS["tensor"]
 
 
 def layer_config() -> GPTConfig:
