@@ -8,13 +8,15 @@ sequence parallelism, forward and backward, by each transport:
 alone: the products without any communication. plain: a collective, then the whole product (in the
 backward pass begun early, as the layers do). messages: parts by NCCL's point-to-point calls.
 symmetric: parts written to the peers' memory, signals by kernels or by the stream. fused: torch's
-own operations (forward only). Prints medians in milliseconds and the largest difference from plain.
+own operations (forward only). Prints medians in milliseconds, on the device and to launch a call,
+and the largest difference from plain.
 """
 
 import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -50,20 +52,26 @@ LAYERS = {  # kind, in, out of the whole layer
 Form = tuple[Callable[[], Any], Callable[[], Any] | None]
 
 
-def median_ms(call: Callable[[], Any], repeats: int = 15, calls: int = 5) -> float:
-    """Milliseconds of one call, of several in a row, the ranks having started together."""
+def median_ms(call: Callable[[], Any], repeats: int = 15, calls: int = 5) -> tuple[float, float]:
+    """Milliseconds of one call, of several in a row, on the device and to launch it. The ranks
+    start together, and only when all is launched, so that the first is what a busy device takes.
+    """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
+    times, launches = [], []
     for repeat in range(repeats + 3):
         dist.barrier()
+        torch.cuda._sleep(20_000_000)  # some 10 ms
         begin.record()
+        started = time.perf_counter()
         for _ in range(calls):
             call()
+        launched = 1e3 * (time.perf_counter() - started) / calls
         end.record()
         torch.cuda.synchronize()
         if repeat >= 3:
             times.append(begin.elapsed_time(end) / calls)
-    return statistics.median(times)
+            launches.append(launched)
+    return round(statistics.median(times), 4), round(statistics.median(launches), 4)
 
 
 class Layer:
@@ -177,13 +185,13 @@ def measure(name: str, tokens: int, axis: MeshAxis, exchanges: dict[str, Any]) -
             if key != "alone":
                 off = (call() - right).abs().max() / right.abs().max()
                 row[f"{label}_difference"] = round(float(off), 5)
-            row[f"{label}_ms"] = round(median_ms(call), 4)
+            row[f"{label}_ms"], row[f"{label}_launch_ms"] = median_ms(call)
         result[key] = row
     return result
 
 
-def moves(tokens: int, axis: MeshAxis, exchanges: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of an all-gather of all tokens by each transport, nothing beside it."""
+def moves(tokens: int, axis: MeshAxis, exchanges: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds, and those to launch it, of an all-gather of all tokens by each transport."""
     x = torch.randn(tokens // axis.size, 2048, device="cuda", dtype=torch.bfloat16)
 
     def turn(exchange: Exchange) -> None:
@@ -192,9 +200,9 @@ def moves(tokens: int, axis: MeshAxis, exchanges: dict[str, Any]) -> dict[str, f
         one.whole()
         one.end()
 
-    times = {"nccl": round(median_ms(lambda: all_gather(x, axis, 0)), 4)}
+    times = {"nccl": median_ms(lambda: all_gather(x, axis, 0))}
     for key, exchange in exchanges.items():
-        times[key] = round(median_ms(lambda one=exchange: turn(one)), 4)
+        times[key] = median_ms(lambda one=exchange: turn(one))
     return times
 
 
@@ -226,6 +234,8 @@ def main() -> None:
             for key, value in forms.items():
                 print(f"  {key:20} {value}", flush=True)
         print(json.dumps(result), flush=True)
+    for exchange in exchanges.values():
+        exchange.release()
     dist.destroy_process_group()
 
 

@@ -60,6 +60,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give back what is held between turns."""
+        ...
+
 
 class MessageExchange:
     """Moves by point-to-point messages of the axis' group."""
@@ -70,6 +74,9 @@ class MessageExchange:
     def begin(self, part: Tensor) -> Turn:
         """See `Exchange`."""
         return _MessageTurn(self.axis)
+
+    def release(self) -> None:
+        """Nothing is held."""
 
 
 class _MessageTurn:

@@ -70,6 +70,12 @@ def announced(axis: MeshAxis) -> Exchange | None:
     return found if found is not None and found.axis.group is axis.group else None
 
 
+def release_exchanges() -> None:
+    """Give back what exchanges hold; each rank for itself, when nothing is under way any more."""
+    for exchange in list(exchanges.values()):
+        exchange.release()
+
+
 def _name(axis: MeshAxis) -> str:
     return f"{axis.name} {axis.group.group_name}"
 

@@ -44,26 +44,32 @@ def choose_overlap(
 
 def _symmetric(axis: MeshAxis, device: torch.device, timeout_seconds: float) -> Exchange | None:
     """An exchange through the peers' memory, tried once, or None on all ranks."""
-    reason = _why_not(axis, device)
-    exchange: Any = None
-    if reason is None:
-        provide(override=False, TORCH_SYMM_MEM_DISABLE_MULTICAST="1")  # it is not used
-        try:
-            from megatron_lightning.parallel.symmetric import SymmetricExchange
-
-            exchange = SymmetricExchange(axis, device, timeout_seconds=timeout_seconds)
-            exchange.try_out()
-        except (ImportError, AttributeError, RuntimeError) as error:
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-    reasons = _agree(axis, reason)
+    reasons = _agree(axis, _why_not(axis, device))
     if not reasons:
-        return exchange
+        provide(override=False, TORCH_SYMM_MEM_DISABLE_MULTICAST="1")  # it is not used
+        exchange, reason = _try(axis, device, timeout_seconds)
+        reasons = _agree(axis, reason)
+        if not reasons:
+            return exchange
     warn_once(
         "overlap of tensor parallelism: the GPUs can't write to each other's memory"
         f" ({reasons[0]}), so parts of the sequence are not moved that way; with"
         " runtime.overlap_tensor_parallel=True they are sent as messages"
     )
     return None
+
+
+def _try(
+    axis: MeshAxis, device: torch.device, timeout_seconds: float
+) -> tuple[Exchange | None, str | None]:
+    try:
+        from megatron_lightning.parallel.symmetric import SymmetricExchange
+
+        exchange = SymmetricExchange(axis, device, timeout_seconds=timeout_seconds)
+        exchange.try_out()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return None, str(error).strip().split("\n")[0] or type(error).__name__
+    return exchange, None
 
 
 def _why_not(axis: MeshAxis, device: torch.device) -> str | None:

@@ -19,6 +19,8 @@ from megatron_lightning.parallel.exchange import Turn
 from megatron_lightning.parallel.mesh import MeshAxis
 
 _SETS = 2
+_CHANNELS = 2
+"""Of a set: what is gathered, and partial sums."""
 _ALIGNMENT = 512
 _KEPT_BUFFERS = 256
 
@@ -32,13 +34,14 @@ class SymmetricExchange:
         device: torch.device,
         *,
         timeout_seconds: float = 600.0,
-        writes: bool = False,
+        writes: bool = True,
     ) -> None:
         self.axis = axis
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.writes = writes
-        """Whether signals are sent by the stream's own writes instead of a small kernel."""
+        """Whether signals are sent by the stream itself; False: by a small kernel, for which a
+        product may leave no room until it ends."""
         self.timeout_ms = round(1000 * timeout_seconds)
         """A signal that takes longer ends the process."""
         self.handle: Any = None
@@ -46,9 +49,10 @@ class SymmetricExchange:
         """Largest part that there is room for."""
         self._memory: Tensor | None = None
         self._buffers: dict[Any, Tensor] = {}
+        self._pads: dict[int, Tensor] = {}
         self._turns = 0
-        self._last = torch.cuda.current_stream(device)
-        """The stream of the last turn."""
+        self.current = torch.cuda.current_stream(device)
+        """The stream of the present or last turn."""
 
     def begin(self, part: Tensor) -> Turn:
         """See `Exchange`. More room is made where it is needed, which all ranks do together."""
@@ -57,9 +61,9 @@ class SymmetricExchange:
             self._allocate(needed)
         self._turns += 1
         current = torch.cuda.current_stream()
-        if current != self._last:  # turns follow each other, also from stream to stream
-            current.wait_stream(self._last)
-            self._last = current
+        if current != self.current:  # turns follow each other, also from stream to stream
+            current.wait_stream(self.current)
+            self.current = current
         self.stream.wait_stream(current)
         return _SymmetricTurn(self, self._turns % _SETS, part)
 
@@ -73,10 +77,17 @@ class SymmetricExchange:
         if found != list(range(self.axis.size)):
             raise RuntimeError(f"{found} arrived in place of the ranks' numbers")
 
-    def _allocate(self, needed: int) -> None:
-        torch.cuda.synchronize(self.device)
+    def release(self) -> None:
+        """Give the memory back, once everything has been moved; the next turn makes it anew."""
+        if self._memory is not None:
+            torch.cuda.synchronize(self.device)
         self._buffers.clear()
+        self._pads.clear()
         self.handle = self._memory = None
+        self.part_bytes = 0
+
+    def _allocate(self, needed: int) -> None:
+        self.release()
         self.part_bytes = -(-needed // _ALIGNMENT) * _ALIGNMENT
         size = _SETS * (2 * self.axis.size - 1) * self.part_bytes
         # Not from a pool, where the beginning of the memory would have to be looked for.
@@ -98,9 +109,11 @@ class SymmetricExchange:
         if not self.writes:
             self.handle.put_signal(peer, channel, self.timeout_ms)
             return
-        pad = self.handle.get_signal_pad(peer, [self.axis.size * (channel + 1)], torch.uint32)
-        offset = channel * self.axis.size + self.axis.rank
-        _SymmetricMemory.stream_write_value32(pad, offset, 1)
+        offset = channel * self.axis.size + self.axis.rank  # where `wait_signal` looks
+        if peer not in self._pads:
+            numbers = self.axis.size * _SETS * _CHANNELS
+            self._pads[peer] = self.handle.get_signal_pad(peer, (numbers,), torch.uint32)
+        _SymmetricMemory.stream_write_value32(self._pads[peer], offset, 1)
 
 
 class _SymmetricTurn:
@@ -114,7 +127,7 @@ class _SymmetricTurn:
         self._gather_at = number * (2 * size - 1) * room
         self._sums_at = self._gather_at + size * room
         self._room = room
-        self._channel = number * 2
+        self._channel = number * _CHANNELS
         self._own: Tensor | None = None
         self._joined: Any = None
         """When the own part is in its place."""
@@ -129,12 +142,6 @@ class _SymmetricTurn:
     def _part_of(self, rank: int, source: int) -> Tensor:
         return self._buffer(rank, self._gather_at + source * self._numel)
 
-    def _copy(self, x: Tensor, into: Tensor, peer: int, channel: int) -> None:
-        exchange = self._exchange
-        with torch.cuda.stream(exchange.stream):
-            into.copy_(x, non_blocking=True)
-            exchange.signal(peer, channel)
-
     def _wait(self, source: int, channel: int) -> None:
         if (source, channel) in self._waits:
             self._waits.remove((source, channel))
@@ -145,12 +152,14 @@ class _SymmetricTurn:
         axis = self._exchange.axis
         self._own = part
         self._kept.append(part)
-        for step in range(1, axis.size):
-            peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            self._copy(part, self._part_of(peer, axis.rank), peer, self._channel)
-            self._waits.add((source, self._channel))
-        if joins:
-            with torch.cuda.stream(self._exchange.stream):
+        exchange = self._exchange
+        with torch.cuda.stream(exchange.stream):
+            for step in range(1, axis.size):
+                peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+                self._part_of(peer, axis.rank).copy_(part, non_blocking=True)
+                exchange.signal(peer, self._channel)
+                self._waits.add((source, self._channel))
+            if joins:
                 self._part_of(axis.rank, axis.rank).copy_(part, non_blocking=True)
                 self._joined = torch.cuda.Event()
                 self._joined.record()
@@ -166,7 +175,7 @@ class _SymmetricTurn:
 
     def whole(self) -> Tensor:
         axis = self._exchange.axis
-        torch.cuda.current_stream().wait_event(self._joined)
+        self._exchange.current.wait_event(self._joined)
         for step in range(1, axis.size):
             self.part(step)
         shape = (axis.size * self._shape[0], *self._shape[1:])
@@ -175,9 +184,12 @@ class _SymmetricTurn:
     def send(self, step: int, partial: Tensor) -> None:
         axis, channel = self._exchange.axis, self._channel + 1
         peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        self._exchange.stream.wait_stream(torch.cuda.current_stream())
-        offset = self._sums_at + (step - 1) * self._room
-        self._copy(partial, self._buffer(peer, offset), peer, channel)
+        exchange = self._exchange
+        exchange.stream.wait_stream(exchange.current)
+        into = self._buffer(peer, self._sums_at + (step - 1) * self._room)
+        with torch.cuda.stream(exchange.stream):
+            into.copy_(partial, non_blocking=True)
+            exchange.signal(peer, channel)
         self._kept.append(partial)
         self._waits.add((source, channel))
         self._sums.append(step)
@@ -192,5 +204,5 @@ class _SymmetricTurn:
     def end(self) -> None:
         for source, channel in sorted(self._waits):
             self._wait(source, channel)
-        torch.cuda.current_stream().wait_stream(self._exchange.stream)
+        self._exchange.current.wait_stream(self._exchange.stream)
         self._kept.clear()

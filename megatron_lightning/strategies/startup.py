@@ -21,6 +21,7 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
 from megatron_lightning.parallel.context import check_context_parallel
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap import release_exchanges
 from megatron_lightning.parallel.quantization import quantization_problems
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
@@ -327,6 +328,7 @@ def init_process_group(strategy: MeshStrategy, timeout: timedelta) -> None:
 def end_process_group() -> None:
     """Leave the process group in order, when Python ends."""
     if dist.is_initialized():
+        release_exchanges()
         dist.destroy_process_group()
 
 

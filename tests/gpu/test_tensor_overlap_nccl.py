@@ -5,6 +5,10 @@ it saves at the sizes of shape (a).
 """
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -60,6 +64,39 @@ def trained(rank: int, world_size: int, run: Run) -> Any:
 def test_training_equals_one_gpu(compiled: bool) -> None:
     ranks = run_ranks_fresh(trained, 2, run_of(True, compiled), timeout=240)
     assert_same_training(ranks, single(), torch.bfloat16)
+
+
+SCRIPT = """
+import faulthandler
+
+from tests.gpu.test_tensor_overlap_nccl import run_of
+from tests.layout_runs import train
+
+if __name__ == "__main__":
+    train(0, 2, run_of(None))
+    print("trained", flush=True)
+    faulthandler.dump_traceback_later(30, exit=True)
+"""
+
+
+def test_ranks_end_by_themselves(tmp_path: Path) -> None:
+    """Memory that the ranks share is given back before they go."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Timeout" not in said, said
+    assert said.count("trained") == 2, said
 
 
 class Pair(nn.Module):
