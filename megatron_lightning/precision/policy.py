@@ -15,10 +15,11 @@ _FP8 = (
     "for FP8 give the strategy quantization=QuantizationConfig(recipe='fp8_tensorwise') under"
     " precision='bf16-mixed'"
 )
+_ENGINE = f"{_FP8}, and kernels='transformer_engine' there for its products"
 _REASONS = {
     "16-true": "float16 without masters diverges; '16-mixed' keeps them",
-    "transformer-engine": f"it makes Transformer Engine's layers for nn.Linear; {_FP8}",
-    "transformer-engine-float16": f"it makes Transformer Engine's layers for nn.Linear; {_FP8}",
+    "transformer-engine": f"it makes Transformer Engine's layers for nn.Linear; {_ENGINE}",
+    "transformer-engine-float16": f"it makes Transformer Engine's layers for nn.Linear; {_ENGINE}",
     "fp8": _FP8,
 }
 
