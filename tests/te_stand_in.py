@@ -258,6 +258,7 @@ def fused_attn_fwd(
     qkv_layout: str,
     attn_mask_type: str,
     window_size: tuple[int, int],
+    rng_gen: torch.Generator,
 ) -> tuple[Tensor, list[Tensor]]:
     assert is_training
     assert backend == "arbitrary"

@@ -85,6 +85,14 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
 
 
+@functools.lru_cache(maxsize=8)
+def _generator(device: torch.device) -> torch.Generator:
+    """A generator of its own: each call takes numbers from one, though nothing is dropped, and the
+    masks of other layers must not depend on it.
+    """
+    return torch.Generator(device)
+
+
 def _ends_of(query: Tensor, ends: Tensor | None, length: int) -> Tensor:
     return _ends((length,) * query.shape[1], query.device) if ends is None else ends
 
@@ -125,6 +133,7 @@ def te_attention(
         qkv_layout=layout,
         attn_mask_type=_MASKS[layout],
         window_size=_window(window),
+        rng_gen=_generator(query.device),
     )[:2]
     return out.view(*query.shape[:-1], value.shape[-1]), kept[0]
 
