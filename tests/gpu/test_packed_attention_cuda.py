@@ -65,7 +65,8 @@ def draw(rows: int, heads: int, size: int) -> Tensor:
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
-    error = (found.float() - expected).abs().max() / expected.abs().max()
+    # Queries and keys of one-token documents have no gradient at all.
+    error = (found.float() - expected).abs().max() / expected.abs().max().clamp(min=0.05)
     assert error < TOLERANCE, f"{name}: {float(error):.1e}"
 
 
@@ -203,6 +204,27 @@ def test_table_of_speeds() -> None:
         about = f"{len(lengths)} of {tokens // len(lengths)}, max {max(lengths)}"
         cells = (f"{forward:7.0f} /{both:7.0f}" for forward, both in found)
         print(f"{about:>34} {size:>4}  " + "  ".join(f"{cell:>16}" for cell in cells))
+
+
+@needs_front_end
+def test_what_rounding_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TFLOP/s when plans are for longer and more documents than there are; nothing is asserted."""
+    rounded_up = context_ragged.rounded_up
+    for size, mean in ((64, 1024), (128, 300)):
+        lengths = documents(16384, mean, 5)
+        for factor in (1, 2, 4):
+
+            def more(count: int, smallest: int = 1, factor: int = factor) -> int:
+                return factor * rounded_up(count, smallest)
+
+            monkeypatch.setattr(context_ragged, "rounded_up", more)
+            context_ragged._sizes.cache_clear()
+            forward, both = speeds(CudnnKernel(ragged=True), lengths, size)
+            print(
+                f"{len(lengths)} documents, {size}, bounds x {factor}: {forward:.0f} / {both:.0f}"
+            )
+    monkeypatch.undo()
+    context_ragged._sizes.cache_clear()
 
 
 def test_time_of_a_plan() -> None:
