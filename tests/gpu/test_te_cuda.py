@@ -8,8 +8,10 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,16 +26,26 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.quantization import ENGINE_RECIPES, RecipeName
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.layers import SequenceInfo, TorchBackend, TransformerLayer
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.te import TransformerEngineBackend
-from megatron_lightning.models.gpt import GPTModel
+from megatron_lightning.models.gpt import BackendName, GPTModel
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.operands import Operand, Pair, Recipe
 from megatron_lightning.precision.te_recipes import TEBlockRecipe, TETensorRecipe
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Run, assert_same_training, tiny_config, train
+from tests.layout_runs import (
+    Batches,
+    Recorder,
+    Run,
+    assert_same_training,
+    make_strategy,
+    tiny_config,
+    train,
+)
+from tests.tolerances import TOLERANCES
 from tests.unit.parallel.test_main_gradient import served
 
 pytest.importorskip("transformer_engine")
@@ -300,3 +312,46 @@ def test_training_in_fp8(recipe: RecipeName) -> None:
     print(recipe, losses)
     assert losses["torch"].isfinite().all()
     assert ((losses["torch"] - losses["transformer_engine"]).abs() < 1e-2 * losses["torch"]).all()
+
+
+def losses_in_two(
+    rank: int, world_size: int, backends: tuple[BackendName, ...], folder: str
+) -> Any:
+    """Losses of six steps, of which the last three continue a checkpoint with another back end."""
+    found = []
+    for part, backend in enumerate(backends):
+        run = on_gpu(backend, steps=6)
+        model = GPTModel(
+            run.config,
+            OptimizerConfig(),
+            SchedulerConfig(lr_decay_style="constant"),
+            backend=backend,
+        )
+        recorder = Recorder(run)
+        trainer = L.Trainer(
+            strategy=make_strategy(run.layout),
+            callbacks=[recorder],
+            devices=1,
+            max_steps=3 * (part + 1),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **run.trainer,
+        )
+        trainer.fit(model, Batches(run), ckpt_path=f"{folder}/half" if part else None)
+        trainer.save_checkpoint(f"{folder}/half" if not part else f"{folder}/end")
+        found += recorder.losses
+    return found
+
+
+def test_checkpoint_moves_between_back_ends(tmp_path: Path) -> None:
+    losses = {}
+    for backends in (("torch", "torch"), ("torch", "transformer_engine")):
+        folder = tmp_path / backends[1]
+        folder.mkdir()
+        (found,) = run_ranks_fresh(losses_in_two, 1, backends, str(folder), timeout=300)
+        losses[backends[1]] = torch.tensor(found)
+    assert len(losses["torch"]) == 6
+    limit = TOLERANCES[torch.bfloat16].loss
+    assert error(losses["transformer_engine"], losses["torch"]) < limit
