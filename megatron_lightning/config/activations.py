@@ -145,7 +145,7 @@ def _attention_rows(
             kept_by=(f"{attention}.linear_qkv",),
             enters=(attention, f"{attention}.linear_qkv"),
         ),
-        SavedTensor(  # the values are a view of it, and without rotation keys and queries may be
+        SavedTensor(  # or what stands for them: rotated queries and keys, and a copy of the values
             name="packed queries, keys, values",
             bytes_per_token=element * (queries + 2 * groups),
             kept_by=(core,),
@@ -229,8 +229,11 @@ def _branch_norm_rows(path: str, model: GPTConfig, sizes: ActivationSizes) -> li
 def _head_rows(
     model: GPTConfig, element: int, queries: float, groups: float, core: str
 ) -> list[SavedTensor]:
-    """Queries and keys that are no view of the packed ones."""
-    new = model.position_embedding == "rope" or model.qk_layernorm
+    """Queries and keys beside the packed ones, which the values or a norm's input are views of."""
+    rotated = model.position_embedding == "rope"
+    if rotated and not model.qk_layernorm:
+        return []  # nothing keeps the packed ones
+    new = rotated or model.qk_layernorm
     copied = new or model.num_query_groups < model.num_attention_heads
     size = (queries + groups if new else queries) if copied else 0.0
     if not size:

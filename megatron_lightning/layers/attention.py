@@ -95,6 +95,8 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = rotary.rotate(query), rotary.rotate(key)
+            if self.q_layernorm is None:  # a view would keep the whole projection until backward
+                value = value.contiguous()
         query, key, value = (x.flatten(2, 3) for x in (query, key, value))
         if self.sinks is None:
             return self.linear_proj(self.core_attention(query, key, value, sequence))
