@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.parallel.context_all_to_all import HeadExchange
+from megatron_lightning.parallel.context_exchange import exchanged_attention
 from megatron_lightning.parallel.context_gather import gather_documents, gathered_attention
 from megatron_lightning.parallel.context_kernels import BlockKernel, choose_kernel
 from megatron_lightning.parallel.context_ring import ring_attention
@@ -237,6 +238,18 @@ class ContextAttention(CoreAttention):
         sinks: Tensor | None,
     ) -> Tensor:
         axis, batch = self.axes.whole, len(whole.lengths)
+        plain = sinks is None and not self.score_cap and not self.drops
+        if plain and not self.inner.written_out and query.dtype is key.dtype is value.dtype:
+            return exchanged_attention(
+                query,
+                key,
+                value,
+                whole.flat,
+                axis=axis,
+                kernel=self._kernel(query, value),
+                scale=self.scale,
+                window=self.window_size,
+            )
         exchange = HeadExchange(whole.flat, axis.size, range(axis.size), axis)
         size = value.shape[-1]
         query, key, value = (

@@ -183,6 +183,49 @@ def _is_all(calls: Sequence[Call], query: Tensor, key: Tensor) -> bool:
     )
 
 
+def whole_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    calls: tuple[Call, ...],
+    kernel: BlockKernel,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output (T, N, Dv) in the query's dtype and log-sum-exp (N, T) over all `calls`."""
+    if sinks is None and _is_all(calls, query, key):
+        only = calls[0]
+        return kernel.forward(
+            query, key, value, queries=only.queries, keys=only.keys, scale=scale, band=only.band
+        )
+    merged = Merged(query, value)
+    forward_calls(merged, calls, query, key, value, kernel=kernel, scale=scale)
+    return merged.result(query.dtype, sinks)
+
+
+def whole_backward(
+    kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    calls: tuple[Call, ...],
+    kernel: BlockKernel,
+    scale: float,
+) -> Gradients:
+    """Gradients of query, key and value in their dtypes; `kept`: the output's gradient, query,
+    key, value, output and log-sum-exp.
+    """
+    _, query, key, value, *_ = kept
+    if _is_all(calls, query, key):
+        only = calls[0]
+        sums = kernel.backward(
+            *kept, queries=only.queries, keys=only.keys, scale=scale, band=only.band
+        )
+    else:
+        d_query, d_key, d_value = zeros_like(query, key, value)
+        sums = d_query, d_key, d_value
+        backward_calls(sums, calls, *kept, kernel=kernel, scale=scale)
+    d_query, d_key, d_value = sums
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -195,20 +238,7 @@ class _Attend(torch.autograd.Function):
         kernel: BlockKernel,
         scale: float,
     ) -> Tensor:
-        if sinks is None and _is_all(calls, query, key):
-            output, log_sum = kernel.forward(
-                query,
-                key,
-                value,
-                queries=calls[0].queries,
-                keys=calls[0].keys,
-                scale=scale,
-                band=calls[0].band,
-            )
-        else:
-            merged = Merged(query, value)
-            forward_calls(merged, calls, query, key, value, kernel=kernel, scale=scale)
-            output, log_sum = merged.result(query.dtype, sinks)
+        output, log_sum = whole_forward(query, key, value, sinks, calls, kernel, scale)
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.calls, ctx.kernel, ctx.scale = calls, kernel, scale
         return output
@@ -217,17 +247,8 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        kept = grad, query, key, value, output, log_sum
-        if _is_all(ctx.calls, query, key):
-            call = ctx.calls[0]
-            sums = ctx.kernel.backward(
-                *kept, queries=call.queries, keys=call.keys, scale=ctx.scale, band=call.band
-            )
-        else:
-            d_query, d_key, d_value = zeros_like(query, key, value)
-            sums = d_query, d_key, d_value
-            backward_calls(sums, ctx.calls, *kept, kernel=ctx.kernel, scale=ctx.scale)
+        given = whole_backward(
+            (grad, query, key, value, output, log_sum), ctx.calls, ctx.kernel, ctx.scale
+        )
         d_sinks = sink_gradient(grad, output, log_sum, sinks)
-        kinds = (query.dtype, key.dtype, value.dtype)
-        given = tuple(x.to(k) for x, k in zip(sums, kinds, strict=True))
         return *given, d_sinks, None, None, None

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_lightning.config import ContextConfig
 from megatron_lightning.config.context import ContextForm
 from megatron_lightning.layers import Dropout, FusedAttention, ReferenceAttention
+from megatron_lightning.parallel import context_exchange
 from megatron_lightning.parallel.context import apply_context_parallel
 from megatron_lightning.parallel.context_all_to_all import HeadExchange
 from megatron_lightning.parallel.context_slices import local_index
@@ -172,6 +173,38 @@ def test_written_out_cores(form: Any) -> None:
 def test_bfloat16(form: Any) -> None:
     errors = run_ranks(compare, 4, form, "fused", 4, 16, 0, None, torch.bfloat16)
     assert max(errors) < 2e-2
+
+
+def compare_by_groups(
+    rank: int, size: int, v_dim: int, window: int, sequence: SequenceInfo | None, dtype: torch.dtype
+) -> float:
+    """`compare` of exchanges hidden behind attention, which short sequences don't use."""
+    shortest, context_exchange.MIN_TOKENS = context_exchange.MIN_TOKENS, 0
+    try:
+        return compare(rank, size, "all_to_all", "fused", 8, v_dim, window, sequence, dtype)
+    finally:
+        context_exchange.MIN_TOKENS = shortest
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "sequence"), [(2, 0, None), (2, 11, PACKED), (4, 0, PACKED)]
+)
+@pytest.mark.parametrize(
+    ("v_dim", "dtype"), [(16, torch.float32), (6, torch.float32), (16, torch.bfloat16)]
+)
+def test_heads_in_groups(
+    size: int, window: int, sequence: SequenceInfo | None, v_dim: int, dtype: torch.dtype
+) -> None:
+    """Four groups on two ranks, two on four."""
+    errors = run_ranks(compare_by_groups, size, v_dim, window, sequence, dtype)
+    assert max(errors) < (5e-6 if dtype is torch.float32 else 2e-2)
+
+
+def test_number_of_groups() -> None:
+    assert [context_exchange.groups_of(heads, 32768) for heads in (1, 2, 3, 4, 5, 6, 8)] == [
+        *(1, 2, 3, 4, 1, 3, 4)
+    ]
+    assert context_exchange.groups_of(4, 4096) == 1
 
 
 def test_one_group_over_four_ranks() -> None:
