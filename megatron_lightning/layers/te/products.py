@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from megatron_lightning.layers.embedding import VocabularyHead
 from megatron_lightning.layers.linear import Linear
@@ -24,32 +25,40 @@ from megatron_lightning.precision import te
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op("megatron_lightning::te_linear", mutates_args=())
-def te_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(..., in), (out, in), (out,) -> (..., out)."""
     y = te.multiply(_rows(x), weight, x.dtype, bias=bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("megatron_lightning::te_input_gradient", mutates_args=())
-def te_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """(..., out), (out, in) -> (..., in)."""
     grad_x = te.multiply(_rows(grad), weight, grad.dtype, layout="NN")
     return grad_x.view(*grad.shape[:-1], weight.shape[1])
 
 
-@torch.library.custom_op("megatron_lightning::te_weight_gradient", mutates_args=())
-def te_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """(..., out), (..., in) -> (out, in)."""
     return te.multiply(_rows(grad), _rows(x), x.dtype, layout="NT")
 
 
-@torch.library.custom_op("megatron_lightning::te_linear_gradients", mutates_args=())
-def te_linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, ticket: Tensor) -> Tensor:
+def _linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, ticket: Tensor) -> Tensor:
     """Gradient of `x`; that of `weight` goes to its sum. `ticket`: see `parallel/main_gradient`."""
     grad_x = te.multiply(_rows(grad), weight, grad.dtype, layout="NN")
     _add_weight_gradient(grad, x, weight)
     return grad_x.view(*grad.shape[:-1], weight.shape[1])
+
+
+te_linear = custom_op("megatron_lightning::te_linear", _linear, mutates_args=())
+te_input_gradient = custom_op(
+    "megatron_lightning::te_input_gradient", _input_gradient, mutates_args=()
+)
+te_weight_gradient = custom_op(
+    "megatron_lightning::te_weight_gradient", _weight_gradient, mutates_args=()
+)
+te_linear_gradients = custom_op(
+    "megatron_lightning::te_linear_gradients", _linear_gradients, mutates_args=()
+)
 
 
 @te_linear.register_fake
@@ -85,11 +94,16 @@ def _add_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 class _Product(torch.autograd.Function):
+    """Calls the operations in a compiled region, and elsewhere what is behind them: less of the
+    host's time.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums = sums
-        return te_linear(x, weight, bias)
+        linear = te_linear if torch.compiler.is_compiling() else _linear
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -97,15 +111,18 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        if needs_x and needs_weight and ctx.sums:
-            grad_x = te_linear_gradients(grad, x, weight, torch.empty(0, device=grad.device))
+        if torch.compiler.is_compiling():
+            if needs_x and needs_weight and ctx.sums:
+                grad_x = te_linear_gradients(grad, x, weight, torch.empty(0, device=grad.device))
+            else:  # the region would leave out an operation without a result
+                grad_x = te_input_gradient(grad, weight) if needs_x else None
+                grad_weight = te_weight_gradient(grad, x) if needs_weight else None
         else:
-            if needs_x:
-                grad_x = te_input_gradient(grad, weight)
-            if needs_weight and ctx.sums and not torch.compiler.is_compiling():
+            grad_x = _input_gradient(grad, weight) if needs_x else None
+            if needs_weight and ctx.sums:
                 _add_weight_gradient(grad, x, weight)
-            elif needs_weight:  # a compiled region would leave out an operation without a result
-                grad_weight = te_weight_gradient(grad, x)
+            elif needs_weight:
+                grad_weight = _weight_gradient(grad, x)
         if needs_bias:
             grad_bias = grad.flatten(0, -2).sum(dim=0)
         return grad_x, grad_weight, grad_bias, None

@@ -141,12 +141,16 @@ def test_layer_computes_what_torch_does(name: str, packed: Any) -> None:
 
 
 @pytest.mark.usefixtures("takes_all")
-@pytest.mark.parametrize("frozen_input", [False, True])
-def test_weight_gradients_go_to_their_sums(frozen_input: bool) -> None:
+@pytest.mark.parametrize(
+    ("frozen_input", "compiled"), [(False, False), (True, False), (False, True)]
+)
+def test_weight_gradients_go_to_their_sums(frozen_input: bool, compiled: bool) -> None:
     sums = []
     for layer in layers()[:2]:
         buckets = served(layer)
         buckets.reset()
+        if compiled:
+            layer.compile(backend="aot_eager", fullgraph=True)
         for seed in (0, 1):
             x = drawn(12, 2, 64, seed=seed).requires_grad_(not frozen_input)
             layer(x).backward(drawn(12, 2, 64, seed=7))
