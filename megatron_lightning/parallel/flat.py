@@ -17,6 +17,7 @@ from megatron_lightning.config.plan import Gradient, ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
 from megatron_lightning.parallel.main_gradient import add_product_
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.precision.accumulate import add_to_sum_
 
 ALIGNMENT_ELEMENTS = 32
 """Parameters begin at multiples of this (128 bytes in float32), so that kernels can vectorise."""
@@ -139,7 +140,7 @@ class Slot:
     def add(self, grad: Tensor) -> None:
         """Add a gradient to the view; the first one of a window is copied."""
         if self.filled:
-            self.main_grad.add_(grad.view_as(self.main_grad))
+            add_to_sum_(self.main_grad, grad.view_as(self.main_grad))
         else:
             self.main_grad.copy_(grad.view_as(self.main_grad))
             self.filled = True

@@ -171,7 +171,7 @@ def assert_same_bits(what: str, got: Tensor, want: Tensor, of: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(512, 256), (509, 272), (3, 64), (1, 16), (130, 4100)])
+@pytest.mark.parametrize("shape", [(512, 256), (509, 272), (3, 64), (1, 16), (130, 4112)])
 def test_kernels_give_what_plain_torch_gives(
     shape: tuple[int, int], name: str, dtype: torch.dtype
 ) -> None:

@@ -17,6 +17,7 @@ from megatron_lightning.layers.block import TransformerLayer
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.parallel.main_gradient import add_product_
+from megatron_lightning.precision.accumulate import add_to_sum_
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, assert_same_training, tiny_config, train
@@ -26,6 +27,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device"),
 ]
+
+
+@pytest.mark.parametrize("count", [1, 4096, 100_003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gradient_is_added_as_torch_adds(dtype: torch.dtype, count: int) -> None:
+    total, grad = torch.randn(count, device="cuda"), torch.randn(count, device="cuda").to(dtype)
+    want = total + grad
+    add_to_sum_(total, grad)
+    assert torch.equal(total, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
