@@ -53,6 +53,8 @@ class SymmetricExchange:
         self._turns = 0
         self.current = torch.cuda.current_stream(device)
         """The stream of the present or last turn."""
+        # Events may be recorded anew: whoever waits for one means what was recorded last.
+        self._ready, self.joined, self.sent = (torch.cuda.Event() for _ in range(3))
 
     def begin(self, part: Tensor) -> Turn:
         """See `Exchange`. More room is made where it is needed, which all ranks do together."""
@@ -64,8 +66,13 @@ class SymmetricExchange:
         if current != self.current:  # turns follow each other, also from stream to stream
             current.wait_stream(self.current)
             self.current = current
-        self.stream.wait_stream(current)
+        self.follow()
         return _SymmetricTurn(self, self._turns % _SETS, part)
+
+    def follow(self) -> None:
+        """What is moved from now on comes after all that the current stream has been given."""
+        self._ready.record(self.current)
+        self.stream.wait_event(self._ready)
 
     def try_out(self) -> None:
         """Move a few numbers; RuntimeError where they don't arrive."""
@@ -119,28 +126,29 @@ class SymmetricExchange:
 class _SymmetricTurn:
     def __init__(self, exchange: SymmetricExchange, number: int, part: Tensor) -> None:
         self._exchange = exchange
+        self._rank, self._size = exchange.axis.rank, exchange.axis.size
         self._shape = tuple(part.shape)
         self._dtype = part.dtype
         self._numel = part.numel()
-        size = exchange.axis.size
         room = exchange.part_bytes // part.element_size()
-        self._gather_at = number * (2 * size - 1) * room
-        self._sums_at = self._gather_at + size * room
+        self._gather_at = number * (2 * self._size - 1) * room
+        self._sums_at = self._gather_at + self._size * room
         self._room = room
         self._channel = number * _CHANNELS
         self._own: Tensor | None = None
-        self._joined: Any = None
-        """When the own part is in its place."""
-        self._waits: set[tuple[int, int]] = set()
+        self._waits: list[tuple[int, int]] = []
+        """(rank, channel) of the signals that are still to be waited for."""
         self._sums: list[int] = []
         self._kept: list[Tensor] = []
         """What is being sent; its memory must not be used again before."""
 
-    def _buffer(self, rank: int, offset: int) -> Tensor:
+    def _part_of(self, rank: int, source: int) -> Tensor:
+        offset = self._gather_at + source * self._numel
         return self._exchange.buffer(rank, offset, self._shape, self._dtype)
 
-    def _part_of(self, rank: int, source: int) -> Tensor:
-        return self._buffer(rank, self._gather_at + source * self._numel)
+    def _sum_of(self, rank: int, step: int) -> Tensor:
+        offset = self._sums_at + (step - 1) * self._room
+        return self._exchange.buffer(rank, offset, self._shape, self._dtype)
 
     def _wait(self, source: int, channel: int) -> None:
         if (source, channel) in self._waits:
@@ -149,60 +157,62 @@ class _SymmetricTurn:
             exchange.handle.wait_signal(source, channel, exchange.timeout_ms)
 
     def gather(self, part: Tensor, *, joins: bool = False) -> None:
-        axis = self._exchange.axis
+        exchange, rank, size = self._exchange, self._rank, self._size
         self._own = part
         self._kept.append(part)
-        exchange = self._exchange
-        with torch.cuda.stream(exchange.stream):
-            for step in range(1, axis.size):
-                peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-                self._part_of(peer, axis.rank).copy_(part, non_blocking=True)
+        torch.cuda.set_stream(exchange.stream)
+        try:
+            for step in range(1, size):
+                peer = (rank + step) % size
+                self._part_of(peer, rank).copy_(part, non_blocking=True)
                 exchange.signal(peer, self._channel)
-                self._waits.add((source, self._channel))
+                self._waits.append(((rank - step) % size, self._channel))
             if joins:
-                self._part_of(axis.rank, axis.rank).copy_(part, non_blocking=True)
-                self._joined = torch.cuda.Event()
-                self._joined.record()
+                self._part_of(rank, rank).copy_(part, non_blocking=True)
+                exchange.joined.record(exchange.stream)
+        finally:
+            torch.cuda.set_stream(exchange.current)
 
     def part(self, step: int) -> Tensor:
-        axis = self._exchange.axis
         if step == 0:
             assert self._own is not None
             return self._own
-        source = (axis.rank - step) % axis.size
+        source = (self._rank - step) % self._size
         self._wait(source, self._channel)
-        return self._part_of(axis.rank, source)
+        return self._part_of(self._rank, source)
 
     def whole(self) -> Tensor:
-        axis = self._exchange.axis
-        self._exchange.current.wait_event(self._joined)
-        for step in range(1, axis.size):
-            self.part(step)
-        shape = (axis.size * self._shape[0], *self._shape[1:])
-        return self._exchange.buffer(axis.rank, self._gather_at, shape, self._dtype)
+        exchange = self._exchange
+        exchange.current.wait_event(exchange.joined)
+        for step in range(1, self._size):
+            self._wait((self._rank - step) % self._size, self._channel)
+        shape = (self._size * self._shape[0], *self._shape[1:])
+        return exchange.buffer(self._rank, self._gather_at, shape, self._dtype)
 
     def send(self, step: int, partial: Tensor) -> None:
-        axis, channel = self._exchange.axis, self._channel + 1
-        peer, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        exchange = self._exchange
-        exchange.stream.wait_stream(exchange.current)
-        into = self._buffer(peer, self._sums_at + (step - 1) * self._room)
-        with torch.cuda.stream(exchange.stream):
-            into.copy_(partial, non_blocking=True)
+        exchange, rank, size = self._exchange, self._rank, self._size
+        channel, peer = self._channel + 1, (rank + step) % size
+        exchange.follow()
+        torch.cuda.set_stream(exchange.stream)
+        try:
+            self._sum_of(peer, step).copy_(partial, non_blocking=True)
             exchange.signal(peer, channel)
+        finally:
+            torch.cuda.set_stream(exchange.current)
         self._kept.append(partial)
-        self._waits.add((source, channel))
+        self._waits.append(((rank - step) % size, channel))
         self._sums.append(step)
 
     def add_to(self, own: Tensor) -> Tensor:
-        axis = self._exchange.axis
         for step in self._sums:
-            self._wait((axis.rank - step) % axis.size, self._channel + 1)
-            own.add_(self._buffer(axis.rank, self._sums_at + (step - 1) * self._room))
+            self._wait((self._rank - step) % self._size, self._channel + 1)
+            own.add_(self._sum_of(self._rank, step))
         return own
 
     def end(self) -> None:
-        for source, channel in sorted(self._waits):
+        exchange = self._exchange
+        for source, channel in list(self._waits):
             self._wait(source, channel)
-        self._exchange.current.wait_stream(self._exchange.stream)
+        exchange.sent.record(exchange.stream)
+        exchange.current.wait_event(exchange.sent)
         self._kept.clear()

@@ -28,7 +28,7 @@ def regions(size: int, rank: int, number: int, room: int) -> dict[Any, tuple[int
     for step in range(1, size):
         peer = (rank + step) % size
         found["gather", rank, peer] = turn._part_of(peer, rank)
-        found["sum", rank, peer] = turn._buffer(peer, turn._sums_at + (step - 1) * turn._room)
+        found["sum", rank, peer] = turn._sum_of(peer, step)
     found["own", rank, rank] = turn._part_of(rank, rank)
     return found
 

@@ -1,0 +1,134 @@
+"""Turns through the peers' memory, where memory and signals are files that processes share: who
+waits for whom, and that nothing is written over before it has been read.
+"""
+
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.parallel import symmetric
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.overlapped import (
+    gather_product,
+    gather_product_backward,
+    product_scatter,
+    product_scatter_backward,
+)
+from megatron_lightning.parallel.symmetric import SymmetricExchange
+from tests.harness import run_ranks
+
+BYTES = 1 << 16
+
+
+class Stream:
+    """In place of a CUDA stream: everything is done at once."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def nothing(self, *args: Any) -> None:
+        pass
+
+    record = wait_event = wait_stream = nothing
+
+
+class Handle:
+    """In place of the handle of symmetric memory."""
+
+    def __init__(self, axis: MeshAxis, directory: str) -> None:
+        self.axis = axis
+        self.memory = [self._file(f"{directory}/memory{r}", BYTES) for r in range(axis.size)]
+        self.pads = [self._file(f"{directory}/pad{r}", 256) for r in range(axis.size)]
+
+    def _file(self, path: str, size: int) -> Tensor:
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+    def get_buffer(
+        self, rank: int, shape: Any, dtype: torch.dtype, storage_offset: int = 0
+    ) -> Tensor:
+        count = torch.Size(shape).numel()
+        return self.memory[rank].view(dtype)[storage_offset : storage_offset + count].view(shape)
+
+    def get_signal_pad(self, rank: int, shape: Any, dtype: torch.dtype) -> Tensor:
+        return self.pads[rank].view(torch.int32)
+
+    def wait_signal(self, source: int, channel: int, timeout_ms: int) -> None:
+        pad = self.pads[self.axis.rank].view(torch.int32)
+        number = channel * self.axis.size + source
+        until = time.monotonic() + timeout_ms / 1000
+        while int(pad[number]) != 1:
+            assert time.monotonic() < until, f"no signal from {source} on channel {channel}"
+            time.sleep(0)
+        pad[number] = 0
+
+
+def _write(pad: Tensor, offset: int, value: int) -> None:
+    assert int(pad[offset]) == 0, "a signal before the last one has been seen"
+    pad[offset] = value
+
+
+def _exchange(axis: MeshAxis, directory: str) -> SymmetricExchange:
+    stream = Stream()
+    stand_in = SimpleNamespace(
+        Stream=Stream,
+        Event=Stream,
+        current_stream=lambda device=None: stream,
+        set_stream=lambda stream: None,
+        synchronize=lambda device=None: None,
+    )
+    vars(symmetric)["torch"] = SimpleNamespace(**{**vars(torch), "cuda": stand_in})
+    vars(symmetric)["_SymmetricMemory"] = SimpleNamespace(stream_write_value32=_write)
+    exchange = SymmetricExchange(axis, torch.device("cpu"), timeout_seconds=20)
+    exchange.handle, exchange.part_bytes = Handle(axis, directory), 512
+    return exchange
+
+
+def _turns(rank: int, size: int, directory: str) -> None:
+    """Many layers one after the other, each rank now and then late."""
+    axis = ParallelMesh.build(device=torch.device("cpu"), tensor=size).tp
+    before = dict(vars(symmetric))
+    try:
+        exchange = _exchange(axis, directory)
+        late = random.Random(rank)
+        for number in range(30):
+            generator = torch.Generator().manual_seed(number)
+            whole, weights, narrow = (
+                torch.randn(shape, generator=generator)
+                for shape in ((4 * size, 6), (size, 5, 6), (size, 6, 3))
+            )
+            time.sleep(late.random() * 0.004)
+            part, weight = whole.chunk(size)[rank], weights[rank]
+            y = gather_product(part, weight, None, exchange)
+            torch.testing.assert_close(y, whole @ weight.t())
+            grad_x, grad_weight = gather_product_backward(
+                y, part, weight, lambda g, x: g.t() @ x, exchange
+            )
+            want = sum(whole @ w.t() @ w for w in weights)
+            torch.testing.assert_close(grad_x, want.chunk(size)[rank], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(grad_weight, y.t() @ whole, rtol=1e-5, atol=1e-4)
+            if number % 3 == 0:
+                time.sleep(late.random() * 0.004)
+            z = product_scatter(whole @ weights[rank].t(), weights[rank].t(), exchange)
+            torch.testing.assert_close(z, want.chunk(size)[rank], rtol=1e-5, atol=1e-4)
+            inner = whole[:, :3] + rank
+            grad_x, grad_weight = product_scatter_backward(
+                part, inner, narrow[rank], lambda g, x: g.t() @ x, exchange
+            )
+            torch.testing.assert_close(grad_x, whole @ narrow[rank])
+            torch.testing.assert_close(grad_weight, whole.t() @ inner, rtol=1e-5, atol=1e-4)
+    finally:
+        vars(symmetric).update(before)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_turns(size: int, tmp_path: Path) -> None:
+    for rank in range(size):
+        (tmp_path / f"memory{rank}").write_bytes(bytes(BYTES))
+        (tmp_path / f"pad{rank}").write_bytes(bytes(256))
+    run_ranks(_turns, size, str(tmp_path))
