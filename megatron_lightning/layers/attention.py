@@ -165,9 +165,9 @@ class FusedAttention(CoreAttention):
         """
         if sinks is not None or self.score_cap:
             assert rows is None and not self.drops, "refused by the back end"  # noqa: PT018
-            return _by_blocks(self, query, key, value, sequence, sinks)
+            return self.packed(query, key, value, sequence, sinks)
         if sequence is not None and rows is None and not self.drops:
-            return _by_blocks(self, query, key, value, sequence, None)
+            return self.packed(query, key, value, sequence)
         seen = None
         if sequence is not None or rows is not None:
             seen = visible(key.shape[0], self.window_size, sequence, rows, key.device)
@@ -200,40 +200,42 @@ class FusedAttention(CoreAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        sequence: SequenceInfo,
+        sequence: SequenceInfo | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """By the kernels that give their log-sum-exp, which sinks join; or with capped scores."""
         batch = query.shape[1]
+        # Here and not in `_by_blocks`, so that compiled layers copy where they compute.
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        context = attend(
-            query,
-            key,
-            value,
-            sequence.flat,
-            kernel=choose_kernel(query, value, score_cap=self.score_cap),
-            scale=self.scale,
-            window=self.window_size,
-            sinks=sinks,
-        )  # (B * S, N, D)
+        context = _by_blocks(self, query, key, value, batch, sequence, sinks)  # (B * S, N, D)
         return context.unflatten(0, (batch, -1)).transpose(0, 1).flatten(2)
 
 
-def _whole_or_packed(
+def _attend_packed(
     core: FusedAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    batch: int,
     sequence: SequenceInfo | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    if sequence is None:
-        sequence = SequenceInfo(((query.shape[0],),) * query.shape[1])
-    return core.packed(query, key, value, sequence, sinks)
+    """(B * S, heads, D) -> the same; without `sequence` each sample is one document."""
+    whole = (query.shape[0] // batch,) * batch
+    return attend(
+        query,
+        key,
+        value,
+        whole if sequence is None else sequence.flat,
+        kernel=choose_kernel(query, value, score_cap=core.score_cap),
+        scale=core.scale,
+        window=core.window_size,
+        sinks=sinks,
+    )
 
 
 # It calls kernels one by one, and compiled code would be made anew for each document's length.
-_by_blocks: Any = torch.compiler.disable(_whole_or_packed)
+_by_blocks: Any = torch.compiler.disable(_attend_packed)
 
 
 def full_attention(
