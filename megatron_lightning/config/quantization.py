@@ -56,6 +56,11 @@ class QuantizationConfig:
     """nvfp4: spread outliers of the weight gradient's two factors by a random Hadamard transform
     over 16 tokens."""
 
+    fp8_gather: bool = False
+    """fp8_tensorwise with sharding="optimizer" and masters: what the optimizer has updated is
+    gathered in eight bits for these layers, half the bytes. Training is the same, but whoever else
+    reads the weights (exports, averages) sees them rounded; masters and checkpoints are not."""
+
     @property
     def gradient(self) -> GradientFormat:
         """`gradient_format`, or what stands for None."""
@@ -80,6 +85,14 @@ class QuantizationConfig:
             problems.append(
                 "quantization.gradient_format='e5m2' with recipe='fp8_blockwise': products of"
                 " blocks take e4m3; leave it at None, or use simulate=True"
+            )
+        if self.fp8_gather and (
+            self.recipe != "fp8_tensorwise" or self.experts or self.kernels != "torch"
+        ):
+            problems.append(
+                f"quantization.fp8_gather=True with recipe={self.recipe!r}, experts={self.experts},"
+                f" kernels={self.kernels!r}: it knows the scales of recipe='fp8_tensorwise',"
+                " experts=False, kernels='torch' only; use these, or fp8_gather=False"
             )
         problems += self._kernel_problems()
         if self.gradient_format not in (None, *get_args(GradientFormat)):

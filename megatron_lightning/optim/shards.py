@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_lightning.optim.gather_fp8 import FP8Gather
 from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
@@ -43,6 +44,8 @@ class ParameterBucket:
     grads: Tensor | None = None
     """Host copy of the own part of the gradients, when masters lie in host memory."""
     work: Any = None
+    fp8: FP8Gather | None = None
+    """Where some of the parameters are gathered in eight bits."""
 
     @property
     def own(self) -> Tensor:
@@ -62,7 +65,9 @@ class ParameterBucket:
         """
         if self.has_copies and not rounded:
             self.own.copy_(self.masters, non_blocking=True)
-        if self.shard.size > 1:
+        if self.fp8 is not None:
+            self.work = self.fp8.begin()
+        elif self.shard.size > 1:
             group = self.shard.group
             self.work = all_gather_single(self.data, self.own, group=group, async_op=True)
 
@@ -71,22 +76,38 @@ class ParameterBucket:
         if self.work is not None:
             self.work.wait()
             self.work = None
+            if self.fp8 is not None:
+                self._put()
+
+    @torch.no_grad()
+    def _put(self) -> None:
+        assert self.fp8 is not None
+        self.fp8.finish()
 
 
 class ParameterShards:
     """All parameters of the buckets, of which this rank updates its parts.
 
     `dtype` is that of the masters; None: each parameter's own, and no copies. With `offload`
-    masters lie in host memory. While a gather is running, parameters must not be read before
+    masters lie in host memory. `fp8` names weights that are gathered in eight bits, of which ranks
+    of `tensor` hold other parts. While a gather is running, parameters must not be read before
     `wait`.
     """
 
     def __init__(
-        self, buckets: GradientBuckets, *, dtype: torch.dtype | None = None, offload: bool = False
+        self,
+        buckets: GradientBuckets,
+        *,
+        dtype: torch.dtype | None = None,
+        offload: bool = False,
+        fp8: Collection[str] = (),
+        tensor: MeshAxis | None = None,
     ) -> None:
         self._buckets = buckets
         self._dtype = dtype
         self._offload = offload
+        self._fp8 = frozenset(fp8)
+        self._tensor = tensor or MeshAxis(name="tensor")
         self._made: list[ParameterBucket] = []
         self._bucket_of: dict[str, ParameterBucket] = {}
         self.ranges: dict[str, tuple[int, int]] = {}
@@ -167,6 +188,13 @@ class ParameterShards:
                 part = made.masters[begin : begin + high - low]
                 # A scalar stays one: optimizers tell counts from state by their dims.
                 made.parts[slot.name] = Parameter(part if slot.parameter.dim() else part.view(()))
+        spans = [
+            (slot.begin, slot.begin + slot.parameter.numel())
+            for slot in bucket.slots
+            if slot.name in self._fp8
+        ]
+        if spans and made.shard.size > 1:
+            made.fp8 = FP8Gather(data, made.shard, self._tensor, spans)
         return made
 
     def cut(self, name: str, value: Tensor) -> Tensor:

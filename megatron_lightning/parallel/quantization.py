@@ -65,6 +65,8 @@ class Quantization:
         self.delayed = delayed
         self._over_ranks = partial(largest_over, axes=[mesh.dp_cp, mesh.tp])
         self._window_is_new = True
+        self.gathered: frozenset[str] = frozenset()
+        """Weights that the sharded optimizer gathers in eight bits."""
         self._in_regions: list[tuple[QuantizedProducts, nn.Module]] = []
 
     def add(self, products: QuantizedProducts, module: nn.Module) -> None:
@@ -248,6 +250,8 @@ def apply_quantization(
             in_regions=bool(recipe.layout) and keeps_weights and mesh.tp.size == 1,
         )
         quantization.add(module.quantized, module)
+    if config.fp8_gather:
+        quantization.gathered = frozenset(f"{prefix}{name}.weight" for name in modules)
     return quantization
 
 

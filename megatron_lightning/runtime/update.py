@@ -71,6 +71,8 @@ class ParameterUpdate:
                 model.buckets,
                 dtype=policy.main_params_dtype if has_masters else None,
                 offload=config.data_parallel.offload_optimizer,
+                fp8=() if model.quantization is None else model.quantization.gathered,
+                tensor=mesh.tp,
             )
         if shards is not None:
             self.distributed = DistributedOptimizer(

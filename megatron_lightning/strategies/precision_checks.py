@@ -28,6 +28,9 @@ def precision_problems(
         )
 
 
+_WITH_MASTERS = ("bf16-mixed", "16-mixed")
+
+
 def _quantization(strategy: MeshStrategy, module: LightningModule) -> Iterator[str]:
     config = strategy.config.quantization
     if config is None or config.check():
@@ -44,7 +47,15 @@ def _quantization(strategy: MeshStrategy, module: LightningModule) -> Iterator[s
             " largest values are kept where the strategy runs the steps; use automatic"
             " optimization, or recipe='fp8_tensorwise', which scales tensors by themselves"
         )
-    if str(strategy.precision_plugin.precision) in ("64-true",):
+    precision = str(strategy.precision_plugin.precision)
+    sharding = strategy.config.data_parallel.sharding
+    if config.fp8_gather and (sharding != "optimizer" or precision not in _WITH_MASTERS):
+        yield (
+            f"quantization.fp8_gather=True with data_parallel.sharding={sharding!r} and"
+            f" precision={precision!r}: the sharded optimizer rounds from its masters; use"
+            f" sharding='optimizer' and one of {_WITH_MASTERS}, or fp8_gather=False"
+        )
+    if precision == "64-true":
         yield (
             "quantization with precision='64-true': its products are summed in float32; use"
             " 'bf16-mixed', '16-mixed' or '32-true'"

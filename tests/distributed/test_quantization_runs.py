@@ -326,6 +326,9 @@ def test_what_is_refused_before_the_start() -> None:
     assert "['*.linear_prj'] match no module" in text
     text = refused({"quantization": quantized("fp8_tensorwise")}, precision="64-true")
     assert "64-true" in text
+    text = refused({"quantization": quantized("fp8_tensorwise", fp8_gather=True)})
+    assert "data_parallel.sharding='none'" in text
+    assert "sharding='optimizer'" in text
     text = refused({"quantization": quantized("fp8_delayed")}, automatic=False)
     assert "automatic_optimization=False with quantization.recipe='fp8_delayed'" in text
     assert "recipe='fp8_tensorwise'" in text
@@ -342,6 +345,7 @@ def test_what_is_refused_before_the_start() -> None:
         ({"recipe": "fp6"}, "quantization.recipe='fp6'"),
         ({"recipe": "nvfp4"}, "simulate=True"),
         ({"keep_first": -1}, "quantization.keep_first=-1"),
+        ({"recipe": "fp8_rowwise", "fp8_gather": True}, "fp8_gather=True"),
         ({"gradient_format": "e3m4"}, "quantization.gradient_format='e3m4'"),
         ({"amax_history_length": 0}, "quantization.amax_history_length=0"),
         ({"exclude": "*"}, "quantization.exclude='*'"),
