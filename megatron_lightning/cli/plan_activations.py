@@ -95,10 +95,12 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
         recomputed=config.recompute.mode == "full",
     )
     loss_slices = min(LOSS_SLICE_BYTES, 2 * logits * 4 / sizes.bytes_per_element)
-    # First the loss makes the logits' gradient; then the output layer's weight gets its own.
+    # First the loss makes the logits' gradient, over the logits unless FSDP2's hooks may hold them;
+    # then the output layer's weight gets its own.
+    apart = logits if config.data_parallel.sharding == "fsdp" else 0.0
     weight = model.padded_vocab_size(sizes.tensor_parallel_size) * model.hidden_size
     weight_gradient = weight / sizes.tensor_parallel_size * sizes.bytes_per_element
-    head_backward = max(logits + loss_slices, weight_gradient)
+    head_backward = max(apart + loss_slices, weight_gradient)
     return ChunkActivations(
         kept=kept + of_head,
         host=host,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -42,10 +43,12 @@ class CrossEntropy(nn.Module):
         self.logit_cap = logit_cap
         self.axis = MeshAxis(name="tp")
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, *, consume: bool = False) -> Tensor:
         """Logits (S, B, V/tp) and labels (B, S) -> losses (B, S) in float32, not masked.
 
         Negative labels (such as -100) give loss 0 and no gradient; a label >= vocab_size gives NaN.
+        `consume`: nobody else looks at the logits, so that backward may write their gradient over
+        them (unless it retains the graph) instead of needing twice the memory.
         """
         losses = vocabulary_cross_entropy(
             logits,
@@ -54,6 +57,7 @@ class CrossEntropy(nn.Module):
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing,
             logit_cap=self.logit_cap,
+            consume=consume,
         )
         return losses.t()
 
@@ -78,6 +82,7 @@ def vocabulary_cross_entropy(
     vocab_size: int,
     label_smoothing: float = 0.0,
     logit_cap: float = 0.0,
+    consume: bool = False,
 ) -> Tensor:
     """-log softmax(logits)[target], with `label_smoothing` as torch's `cross_entropy` defines it.
 
@@ -85,6 +90,7 @@ def vocabulary_cross_entropy(
     `vocab_size` on are padding. `targets` (...): global token ids. Returns (...) in float32
     (float64 for float64 logits), equal on every rank. See `CrossEntropy` for ids out of range.
     With a `logit_cap` the logits pass `soft_cap` on the way, and no capped copy is made.
+    `consume`: backward may write the gradient over the logits.
     ValueError when the columns of all ranks don't cover the vocabulary.
     """
     if logits.shape[:-1] != targets.shape:
@@ -104,8 +110,17 @@ def vocabulary_cross_entropy(
         vocab_size,
         label_smoothing,
         logit_cap,
+        consume,
     )
     return losses.view(targets.shape)
+
+
+def is_observed(*modules: nn.Module) -> bool:
+    """Whether a hook may hold what one of `modules`, or a part of it, takes or returns."""
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        return True
+    parts = (part for module in modules for part in module.modules())
+    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 def masked_mean(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,6 +145,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
         smoothing: float,
         cap: float,
+        consume: bool,
     ) -> Tensor:
         tokens, columns = logits.shape
         exact = torch.promote_types(logits.dtype, torch.float32)
@@ -150,6 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses = losses.masked_fill(targets < 0, 0.0).masked_fill(targets >= vocab_size, torch.nan)
         ctx.save_for_backward(logits, local, held, targets < 0, highest + log_sum)
         ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.cap = valid, vocab_size, smoothing, cap
+        ctx.consume = consume
         return losses
 
     @staticmethod
@@ -157,8 +174,10 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, held, ignored, log_total = ctx.saved_tensors
         valid, smoothing = ctx.valid, ctx.smoothing
+        logits = logits.detach().contiguous()
+        once = not torch._C._autograd._get_current_graph_task_keep_graph()
         grad = _gradients_for(logits)(
-            logits.contiguous(),
+            logits,
             log_total,
             local.clamp(max=max(valid - 1, 0)),
             held.to(log_total.dtype) * (1.0 - smoothing),
@@ -166,8 +185,9 @@ class _CrossEntropy(torch.autograd.Function):
             valid=valid,
             spread=smoothing / ctx.vocab_size,
             cap=ctx.cap,
+            out=logits if ctx.consume and once else None,
         )
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def _sliced_sums(
@@ -230,11 +250,12 @@ def _sliced_gradients(
     valid: int,
     spread: float,
     cap: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """(softmax - hit at the target - spread) * scale, row by row; 0 from column `valid` on. With a
-    `cap`, of capped logits, and times the derivative of the capping.
+    `cap`, of capped logits, and times the derivative of the capping. `out` may be `logits`.
     """
-    grad = torch.empty_like(logits)
+    grad = torch.empty_like(logits) if out is None else out
     grad[:, valid:] = 0.0
     for part in _slices(*logits.shape):
         capped = soft_cap(logits[part, :valid].to(log_total.dtype), cap)

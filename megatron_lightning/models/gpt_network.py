@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.backend import LayerBackend, check_supported
 from megatron_lightning.layers.block import TransformerLayer
-from megatron_lightning.layers.loss import CrossEntropy, soft_cap
+from megatron_lightning.layers.loss import CrossEntropy, is_observed, soft_cap
 from megatron_lightning.layers.multi_token_prediction import FurtherLosses, MultiTokenPrediction
 from megatron_lightning.layers.rotary import RotaryEmbedding, RotaryTables
 from megatron_lightning.layers.sequence import PackedSequences
@@ -173,7 +173,8 @@ class GPTNetwork(StagedNetwork):
         hidden = self.decoder.final_layernorm(carried)
         logits = self.output_layer(hidden)
         if labels is not None:
-            losses = self.loss(logits, labels)
+            unseen = not is_observed(self.output_layer, self.loss)
+            losses = self.loss(logits, labels, consume=unseen)
             if self.mtp is None or loss_mask is None:
                 return losses
             tables = self._tables(self.config.num_layers - 1, tokens, position_ids, cu_seqlens)
@@ -181,7 +182,7 @@ class GPTNetwork(StagedNetwork):
             targets = self.mtp.targets(tokens, labels, loss_mask, sequence)
             states = self.mtp(hidden, targets.tokens, tables, sequence)
             further = [
-                self.loss(self.output_layer(state), ids)
+                self.loss(self.output_layer(state), ids, consume=unseen)
                 for state, ids in zip(states, targets.labels, strict=True)
             ]
             stacked = torch.stack(further), torch.stack(targets.masks)

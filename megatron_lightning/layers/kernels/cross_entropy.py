@@ -132,15 +132,16 @@ def row_gradients(
     valid: int,
     spread: float,
     cap: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Gradient of the losses: (rows, columns) in the dtype of `logits`, which are capped on the way
-    unless `cap` is 0.
+    unless `cap` is 0. `out`: where it is written, may be `logits`; None: a new tensor.
 
     By row, (rows,) each: `log_totals`, logarithm of the sum of exponentials; `targets`, a column;
     `hits`, what is subtracted there; `scales`, the gradient of the row's loss.
     """
     rows, columns = logits.shape
-    gradients = torch.empty_like(logits)
+    gradients = torch.empty_like(logits) if out is None else out
     _row_gradients[(rows,)](
         logits,
         gradients,

@@ -167,6 +167,9 @@ for valid in (5000, 4990, 4600):
     arguments = (logits, rows.logsumexp(1), torch.arange(7) * 600, torch.rand(7), torch.randn(7))
     got = cross_entropy.row_gradients(*arguments, **options)
     torch.testing.assert_close(got, loss._sliced_gradients(*arguments, **options))
+    over = (arguments[0].clone(), *arguments[1:])
+    assert cross_entropy.row_gradients(*over, **options, out=over[0]) is over[0]
+    assert torch.equal(over[0], got)
     capped = 2.0 * torch.tanh(rows / 2.0)
     highest, exponentials, total = cross_entropy.row_sums(logits, valid, with_total=True, cap=2.0)
     torch.testing.assert_close(highest, capped.amax(1))

@@ -144,3 +144,41 @@ def test_masked_mean_of_nothing_is_zero_with_zero_gradient() -> None:
     assert (mean.item(), tokens.item()) == (0.0, 0.0)
     mean.backward()
     assert not losses.grad.any()
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_over_the_logits_are_the_same(cap: float, smoothing: float) -> None:
+    labels = torch.randint(0, 17, (3, 5))
+    labels[0, 1] = -100
+    start = torch.randn(5, 3, 24, dtype=torch.bfloat16)  # padded: 17 of 24
+    loss = CrossEntropy(17, label_smoothing=smoothing, logit_cap=cap)
+    found, kept = [], []
+    for consume in (False, True):
+        leaf = start.clone().requires_grad_()
+        logits = leaf * 1  # as a product gives them
+        loss(logits, labels, consume=consume).sum().backward()
+        found.append(leaf.grad)
+        kept.append(logits.detach())
+    assert torch.equal(*found)
+    assert torch.equal(kept[0], start)
+    assert torch.equal(kept[1], found[0])  # no further memory
+
+
+def test_a_retained_graph_keeps_the_logits() -> None:
+    leaf = torch.randn(5, 3, 17, requires_grad=True)
+    losses = CrossEntropy(17)(leaf * 1, torch.randint(0, 17, (3, 5)), consume=True)
+    first, second = (
+        torch.autograd.grad(losses.sum(), leaf, retain_graph=again)[0] for again in (True, False)
+    )
+    assert torch.equal(first, second)
+
+
+def test_hooks_see_logits_that_stay() -> None:
+    layer, loss = torch.nn.Linear(2, 2), CrossEntropy(2)
+    assert not loss_module.is_observed(layer, loss)
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert loss_module.is_observed(layer, loss)
+    handle.remove()
+    loss.register_forward_pre_hook(lambda *_: None)
+    assert loss_module.is_observed(layer, loss)
