@@ -157,7 +157,7 @@ def transports(axis: MeshAxis, device: torch.device) -> dict[str, Any]:
         exchange = SymmetricExchange(axis, device, writes=writes)
         try:
             x = torch.full((1024, 64), float(axis.rank), device=device, dtype=torch.bfloat16)
-            turn = exchange.begin(x)
+            turn = exchange.begin(x.shape[0], x.shape[1], x.dtype)
             turn.gather(x, joins=True)
             seen = turn.whole().view(axis.size, -1)[:, 0].tolist()
             turn.end()
@@ -195,7 +195,7 @@ def moves(tokens: int, axis: MeshAxis, exchanges: dict[str, Any]) -> dict[str, A
     x = torch.randn(tokens // axis.size, 2048, device="cuda", dtype=torch.bfloat16)
 
     def turn(exchange: Exchange) -> None:
-        one = exchange.begin(x)
+        one = exchange.begin(x.shape[0], x.shape[1], x.dtype)
         one.gather(x, joins=True)
         one.whole()
         one.end()

@@ -54,9 +54,9 @@ class Exchange(Protocol):
 
     axis: MeshAxis
 
-    def begin(self, part: Tensor) -> Turn:
-        """A turn whose parts and partial sums have the shape and dtype of `part`. Turns follow each
-        other: end one before the next.
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
+        """A turn whose parts and partial sums are matrices of this size. Turns follow each other:
+        end one before the next.
         """
         ...
 
@@ -71,7 +71,7 @@ class MessageExchange:
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
 
-    def begin(self, part: Tensor) -> Turn:
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
         """See `Exchange`."""
         return _MessageTurn(self.axis)
 

@@ -76,7 +76,7 @@ def run_linear_scatter_backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.contiguous().flatten(0, -2)
+    return x.contiguous().view(-1, x.shape[-1])
 
 
 def _multiply(weight: Tensor, needed: bool, sums: bool) -> WeightGradient | None:

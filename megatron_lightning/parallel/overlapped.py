@@ -24,7 +24,7 @@ elsewhere."""
 
 def gather_product(x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
     """Own rows (R, in), (out, in) -> all rows times the weight (n R, out)."""
-    turn = exchange.begin(x)
+    turn = exchange.begin(x.shape[0], x.shape[1], x.dtype)
     turn.gather(x)
     y = _products(turn, exchange, weight.t(), bias)
     turn.end()
@@ -33,8 +33,8 @@ def gather_product(x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exc
 
 def product_scatter(x: Tensor, weight: Tensor, exchange: Exchange) -> Tensor:
     """All rows (n R, in), (out, in) -> own rows of the sum over ranks (R, out)."""
-    parts = x.unflatten(0, (exchange.axis.size, -1))
-    turn = exchange.begin(x.new_empty(parts.shape[1], weight.shape[0], device="meta"))
+    parts = x.view(exchange.axis.size, -1, x.shape[1])
+    turn = exchange.begin(parts.shape[1], weight.shape[0], x.dtype)
     own = _partial_sums(turn, exchange, parts, weight.t())
     own = turn.add_to(own)
     turn.end()
@@ -51,12 +51,12 @@ def gather_product_backward(
     needs_x: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `gather_product`: (n R, out), own (R, in) -> own (R, in), (out, in)."""
-    turn = exchange.begin(x)
+    turn = exchange.begin(x.shape[0], x.shape[1], x.dtype)
     if weight_gradient is not None:
         turn.gather(x, joins=True)
     grad_x = grad_weight = None
     if needs_x:
-        parts = grad.unflatten(0, (exchange.axis.size, -1))
+        parts = grad.view(exchange.axis.size, -1, grad.shape[1])
         grad_x = _partial_sums(turn, exchange, parts, weight)
     if weight_gradient is not None:
         grad_weight = weight_gradient(grad, turn.whole())
@@ -76,7 +76,7 @@ def product_scatter_backward(
     needs_x: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `product_scatter`: own (R, out), (n R, in) -> (n R, in), (out, in)."""
-    turn = exchange.begin(grad)
+    turn = exchange.begin(grad.shape[0], grad.shape[1], grad.dtype)
     turn.gather(grad, joins=weight_gradient is not None)
     grad_x = _products(turn, exchange, weight, None) if needs_x else None
     grad_weight = None if weight_gradient is None else weight_gradient(turn.whole(), x)
@@ -95,7 +95,7 @@ def _products(turn: Turn, exchange: Exchange, factor: Tensor, bias: Tensor | Non
             torch.mm(turn.part(step), factor, out=out)
         else:
             torch.addmm(bias, turn.part(step), factor, out=out)
-    return y.flatten(0, 1)
+    return y.view(-1, factor.shape[1])
 
 
 def _partial_sums(turn: Turn, exchange: Exchange, parts: Tensor, factor: Tensor) -> Tensor:

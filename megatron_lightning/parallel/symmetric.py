@@ -56,9 +56,9 @@ class SymmetricExchange:
         # Events may be recorded anew: whoever waits for one means what was recorded last.
         self._ready, self.joined, self.sent = (torch.cuda.Event() for _ in range(3))
 
-    def begin(self, part: Tensor) -> Turn:
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
         """See `Exchange`. More room is made where it is needed, which all ranks do together."""
-        needed = part.numel() * part.element_size()
+        needed = rows * columns * dtype.itemsize
         if needed > self.part_bytes:
             self._allocate(needed)
         self._turns += 1
@@ -67,7 +67,7 @@ class SymmetricExchange:
             current.wait_stream(self.current)
             self.current = current
         self.follow()
-        return _SymmetricTurn(self, self._turns % _SETS, part)
+        return _SymmetricTurn(self, self._turns % _SETS, (rows, columns), dtype)
 
     def follow(self) -> None:
         """What is moved from now on comes after all that the current stream has been given."""
@@ -77,7 +77,7 @@ class SymmetricExchange:
     def try_out(self) -> None:
         """Move a few numbers; RuntimeError where they don't arrive."""
         x = torch.full((256, 1), float(self.axis.rank), device=self.device)
-        turn = self.begin(x)
+        turn = self.begin(x.shape[0], x.shape[1], x.dtype)
         turn.gather(x, joins=True)
         found = turn.whole().view(self.axis.size, -1)[:, 0].tolist()
         turn.end()
@@ -124,13 +124,18 @@ class SymmetricExchange:
 
 
 class _SymmetricTurn:
-    def __init__(self, exchange: SymmetricExchange, number: int, part: Tensor) -> None:
+    def __init__(
+        self,
+        exchange: SymmetricExchange,
+        number: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
         self._exchange = exchange
         self._rank, self._size = exchange.axis.rank, exchange.axis.size
-        self._shape = tuple(part.shape)
-        self._dtype = part.dtype
-        self._numel = part.numel()
-        room = exchange.part_bytes // part.element_size()
+        self._shape, self._dtype = shape, dtype
+        self._numel = shape[0] * shape[1]
+        room = exchange.part_bytes // dtype.itemsize
         self._gather_at = number * (2 * self._size - 1) * room
         self._sums_at = self._gather_at + self._size * room
         self._room = room
@@ -186,7 +191,7 @@ class _SymmetricTurn:
         exchange.current.wait_event(exchange.joined)
         for step in range(1, self._size):
             self._wait((self._rank - step) % self._size, self._channel)
-        shape = (self._size * self._shape[0], *self._shape[1:])
+        shape = (self._size * self._shape[0], self._shape[1])
         return exchange.buffer(self._rank, self._gather_at, shape, self._dtype)
 
     def send(self, step: int, partial: Tensor) -> None:

@@ -23,7 +23,7 @@ def regions(size: int, rank: int, number: int, room: int) -> dict[Any, tuple[int
         return owner, first, first + dtype.itemsize * shape[0] * shape[1]
 
     exchange: Any = SimpleNamespace(axis=axis, part_bytes=part_bytes, buffer=buffer)
-    turn: Any = _SymmetricTurn(exchange, number, torch.empty(shape, dtype=dtype))
+    turn: Any = _SymmetricTurn(exchange, number, shape, dtype)
     found = {}
     for step in range(1, size):
         peer = (rank + step) % size
