@@ -19,6 +19,7 @@ ScheduleName = Literal["1f1b", "gpipe", "zb-h1", "zb-v"]
 ShardingName = Literal["none", "optimizer", "fsdp"]
 MomentsName = Literal["float32", "bfloat16"]
 LauncherName = Literal["auto", "script", "fork"]
+CudaGraphsName = Literal["none", "layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,9 @@ class RuntimeConfig:
     """torch.compile each of the plan's layers (about 15 % faster on one H200; compiling takes a
     minute).
     """
+    cuda_graphs: CudaGraphsName = "none"
+    """layers: run forward and backward of each layer as a CUDA graph, which saves the host's time
+    where it is the limit: small models, short micro-batches (docs/speed.md)."""
     overlap_tensor_parallel: bool | None = None
     """sequence_parallel: multiply part by part, while other parts of the sequence are on their way
     between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory;

@@ -12,6 +12,7 @@ from typing import get_args
 
 from megatron_lightning.config.data_parallel_rules import data_parallel_problems, replica_problems
 from megatron_lightning.config.expert_rules import expert_problems, expert_world_problems
+from megatron_lightning.config.graph_rules import graph_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
 from megatron_lightning.config.quantization import QuantizationConfig
 
@@ -215,6 +216,7 @@ def check_layout(config: ParallelConfig) -> list[str]:
     problems += config.loss_scale.check()
     problems += config.quantization.check() if config.quantization is not None else []
     problems += data_parallel_problems(config)
+    problems += graph_problems(config)
     return problems + config.recompute.check() + config.checkpoint.check()
 
 

@@ -152,6 +152,10 @@ class Streams(ABC):
         from it).
         """
 
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """What is drawn from, besides torch's default generator."""
+        return ()
+
     @abstractmethod
     def snapshot(self) -> Any:
         """What `restored` needs to draw again what is drawn next."""
@@ -251,6 +255,14 @@ class DropoutStreams(Streams):
     def as_default(self, layout: Layout, device: torch.device) -> Iterator[None]:
         """See `Streams.as_default`."""
         stream, default = self._generator(layout), _default_generator(device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            shared = default.graphsafe_get_state()  # a graph records from which one to draw
+            default.graphsafe_set_state(stream.graphsafe_get_state())
+            try:
+                yield
+            finally:
+                default.graphsafe_set_state(shared)
+            return
         kept = default.get_state()
         default.set_state(stream.get_state())
         try:
@@ -258,6 +270,10 @@ class DropoutStreams(Streams):
         finally:
             stream.set_state(default.get_state())
             default.set_state(kept)
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """See `Streams.generators`."""
+        return self._whole, self._split
 
     def snapshot(self) -> tuple[Tensor, Tensor, HeldTokens | None]:
         """See `Streams.snapshot`."""

@@ -26,6 +26,7 @@ from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.expert_balance import ExpertBalance
+from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from megatron_lightning.runtime.stages import Carried, PipelinedNetwork
 
 
@@ -67,6 +68,8 @@ class ParallelModel:
     """The routers of this rank; None without any."""
     quantization: Quantization | None = field(default=None, init=False)
     """Linear layers in low precision; None without any."""
+    graphs: LayerGraphs | None = field(default=None, init=False)
+    """CUDA graphs of layers; None without."""
     weight_gradients: WeightGradients | None = field(default=None, init=False)
     """Weight gradients that wait, when the schedule splits backwards."""
     _accumulators: list[Any] = field(default_factory=list, init=False, repr=False)
@@ -86,6 +89,8 @@ class ParallelModel:
         held: HeldTokens | None = None,
     ) -> None:
         """Set dropout streams to the position of this forward."""
+        if self.graphs is not None:
+            self.graphs.begin_forward()
         if self.streams is not None:
             self.streams.begin(
                 batch_index,
@@ -97,6 +102,8 @@ class ParallelModel:
 
     def begin_evaluation(self, held: HeldTokens | None = None) -> None:
         """Say which tokens of the sequence the forward of a step without training sees."""
+        if self.graphs is not None:
+            self.graphs.end_forward()
         if self.streams is not None:
             self.streams.held = held
 
@@ -147,6 +154,8 @@ class ParallelModel:
             dtype=dtype,
             streams=self._side_streams() if mesh.lanes is None else mesh.lanes.streams,
         )
+        if self.graphs is not None:
+            self.graphs.set_buckets(self.buckets)
         if mesh.lanes is not None:
             trained = (p for p in self.parameters.values() if p.requires_grad)
             self._accumulators = hold_accumulators(trained)
@@ -211,6 +220,8 @@ class ParallelModel:
         again.
         """
         self._accumulators = []
+        if self.graphs is not None:
+            self.graphs.set_buckets(None)
         if self.buckets is not None:
             self.buckets.release()
             self.buckets = None

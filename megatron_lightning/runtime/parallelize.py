@@ -44,6 +44,8 @@ from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.expert_balance import ExpertBalance
+from megatron_lightning.runtime.graph_choice import graph_layers
+from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.recompute import apply_recompute
 from megatron_lightning.runtime.sharded import enter_sharded, layers_of, shard_options
@@ -101,6 +103,7 @@ def parallelize(
     table: dict[str, ParameterInfo] = {}
     streams: Streams | None = None
     roots: list[tuple[FSDPModule, ...]] = []
+    graphs: LayerGraphs | None = None
     for chunk in chunks:
         rows, streams = _apply_layout(chunk, target, mesh, config, seed=seed, streams=streams)
         fill = partial(
@@ -116,13 +119,18 @@ def parallelize(
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }
         apply_recompute(chunk, target.plan, config.recompute, streams=streams, device=mesh.device)
+        if config.runtime.cuda_graphs == "layers":
+            graphs = graph_layers(chunk, target.plan, streams, mesh.device)  # one chunk: a rule
         if config.runtime.compile_layers:
             _compile_layers(chunk, target.plan)
+            for inner in graphs.inner_modules if graphs is not None else ():
+                compile_inside(inner)
     _share_tied_within_rank(chunks, target.plan)
     schedule = config.pipeline.schedule
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
     model.networks = tuple(chunks)
+    model.graphs = graphs
     model.has_remote_experts = target.plan.has_experts and config.folds_experts
     if config.quantization is not None:
         model.quantization = apply_quantization(

@@ -1,0 +1,64 @@
+"""Rules of `RuntimeConfig.cuda_graphs`: what layers that run as CUDA graphs do not go with."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
+
+
+def graph_problems(config: ParallelConfig) -> list[str]:
+    """Violations that need no world size: field, value, remedy."""
+    known = get_args(CudaGraphsName)
+    wanted = config.runtime.cuda_graphs
+    if wanted not in known:
+        return [f"runtime.cuda_graphs={wanted!r}: choose one of {known}"]
+    if wanted == "none":
+        return []
+    label = f"runtime.cuda_graphs={wanted!r} with"
+    rules = (
+        (
+            config.pipeline_parallel_size > 1 or config.pipeline.virtual_pipeline_size > 1,
+            f"pipeline_parallel_size={config.pipeline_parallel_size} and"
+            f" pipeline.virtual_pipeline_size={config.pipeline.virtual_pipeline_size}",
+            "several micro-batches are under way at once and would write to the same memory",
+        ),
+        (
+            config.context_parallel_size > 1,
+            f"context_parallel_size={config.context_parallel_size}",
+            "which parts of a sequence a rank holds is known to the host alone",
+        ),
+        (
+            config.expert_parallel_size > 1,
+            f"expert_parallel_size={config.expert_parallel_size}",
+            "it was never tried with the moves of tokens between graphs",
+        ),
+        (
+            config.data_parallel.sharding == "fsdp",
+            "data_parallel.sharding='fsdp'",
+            "parameters get other memory at each gather; sharding='optimizer' keeps it",
+        ),
+        (
+            config.recompute.mode != "none" or config.recompute.offload,
+            f"recompute.mode={config.recompute.mode!r}, offload={config.recompute.offload}",
+            "graphs keep what backward needs in memory of their own",
+        ),
+        (
+            config.runtime.exact_dropout,
+            "runtime.exact_dropout=True",
+            "masks are computed from positions that the host knows",
+        ),
+        (
+            config.quantization is not None,
+            "quantization",
+            "rounded weights and scales are kept by the host for a window",
+        ),
+        (
+            config.sequence_parallel and config.runtime.overlap_tensor_parallel is not False,
+            f"sequence_parallel=True and overlap_tensor_parallel="
+            f"{config.runtime.overlap_tensor_parallel}",
+            "products that hide their collectives run on streams of their own; set"
+            " runtime.overlap_tensor_parallel=False",
+        ),
+    )
+    return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in rules if hit]

@@ -1,0 +1,66 @@
+"""Records what a function does on a CUDA device as one graph, to be launched as a whole.
+
+All graphs of a recorder share one memory pool: they must be replayed in the order in which they
+were recorded, each set of a micro-batch's graphs by itself (torch's CUDA graph notes, "Sharing
+memory across captures").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Makes graphs."""
+
+    def record(
+        self, function: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[Replay, T]:
+        """What replays `function` on the same memory, and its result, whose tensors hold nothing
+        before the first replay. `generators`: what it draws from besides the default one.
+        """
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs on a stream and in a memory pool of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream):  # cuBLAS takes its workspace outside of the pool
+            for dtype in (torch.float32, torch.bfloat16):
+                square = torch.zeros(16, 16, device=device, dtype=dtype)
+                torch.mm(square, square)
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+
+    def record(
+        self, function: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[Replay, T]:
+        """See `Recorder.record`. Other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            except BaseException:
+                _abandon(graph)
+                raise
+            graph.capture_end()
+        return graph.replay, result
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:  # the recording is invalid; its cause is being raised already
+        return

@@ -1,0 +1,178 @@
+"""Layers as CUDA graphs: the same training, fewer launches, less time where the host is the limit.
+
+pytest tests/gpu/test_cuda_graphs.py -m gpu -s
+"""
+
+import functools
+import json
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_lightning.config import DataParallelConfig, GPTConfig, MoEConfig, RuntimeConfig
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.models import GPTModel
+from megatron_lightning.strategies import MegatronStrategy
+from tests.harness import run_ranks_fresh
+from tests.layout_runs import Batches, Run, assert_same_training, tiny_config, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device"),
+]
+
+MOE = MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=64, capacity_factor=1.5)
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": dict(config=dict(moe=MOE)),
+    "accumulate": dict(accumulate=2),
+    "dropout": dict(config=dict(hidden_dropout=0.1, attention_dropout=0.1)),
+    "compiled": dict(compile=True),
+    "compiled_experts": dict(config=dict(moe=MOE), compile=True),
+    "tp2": dict(layout=dict(tensor_parallel_size=2), ranks=2),
+    "tp2_sp": dict(layout=dict(tensor_parallel_size=2, sequence_parallel=True), ranks=2),
+    "zero1": dict(layout=dict(data_parallel=DataParallelConfig(sharding="optimizer")), ranks=2),
+}
+
+
+def run_of(case: str, graphs: str) -> Run:
+    wanted = CASES[case]
+    trainer = dict(accelerator="gpu", precision="bf16-mixed", limit_val_batches=0)
+    runtime = RuntimeConfig(
+        cuda_graphs=graphs,  # type: ignore[arg-type]
+        compile_layers=wanted.get("compile", False),
+        overlap_tensor_parallel=False,
+    )
+    layout = dict(micro_batch_size=2, runtime=runtime, **wanted.get("layout", {}))
+    return Run(
+        config=tiny_config(tie_word_embeddings=True, **wanted.get("config", {})),
+        layout=layout,
+        trainer=trainer | dict(accumulate_grad_batches=wanted.get("accumulate", 1)),
+        keep_gradients=(0, 3, 9),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_without_graphs(case: str) -> None:
+    ranks = CASES[case].get("ranks", 1)
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    wanted = run_ranks_fresh(train, ranks, run_of(case, "none"), timeout=280)
+    found = run_ranks_fresh(train, ranks, run_of(case, "layers"), timeout=280)
+    same = found[0]["losses"] == wanted[0]["losses"]
+    print(f"{case}: losses {'bitwise equal' if same else 'differ'}", found[0]["losses"][-1])
+    for one in (*found, *wanted):
+        one["metrics"] = {}
+    if ranks == 1:
+        assert_same_training(found, wanted[0], torch.bfloat16)
+        return
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got["losses"], want["losses"], rtol=2e-3, atol=0)
+        torch.testing.assert_close(got["norms"], want["norms"], rtol=2e-2, atol=0)
+
+
+class Clock(L.Callback):
+    """Times steps, and counts the launches of one."""
+
+    reads_gradients = reads_parameters = False
+
+    def __init__(self, warm: int) -> None:
+        self.warm = warm
+        self.seconds: list[float] = []
+        self.launches: dict[str, int] = {}
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        torch.cuda.synchronize()
+        if index == self.warm - 1:
+            self.profiler.start()
+        self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        torch.cuda.synchronize()
+        index = args[-1]
+        if index >= self.warm:
+            self.seconds.append(time.perf_counter() - self.begin)
+        if index == self.warm - 1:
+            self.profiler.stop()
+            names = Counter(event.name for event in self.profiler.events() or ())
+            self.launches = {
+                kind: sum(count for name, count in names.items() if name.startswith(kind))
+                for kind in ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
+            }
+
+
+WARM, STEPS = 8, 15
+
+
+def timed(rank: int, world_size: int, graphs: str, compiled: bool, hidden: int) -> dict[str, Any]:
+    config = GPTConfig(
+        vocab_size=8192,
+        num_layers=8,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=hidden // 64,
+        num_query_groups=hidden // 256,
+        max_position_embeddings=1024,
+    )
+    batch = {
+        "tokens": torch.randint(0, 8192, (1, 1024)),
+        "labels": torch.randint(0, 8192, (1, 1024)),
+        "loss_mask": torch.ones(1, 1024),
+    }
+    run = Run(config=config, steps=WARM + STEPS, make_batch=lambda run, index: batch)
+    clock = Clock(WARM)
+    runtime = RuntimeConfig(cuda_graphs=graphs, compile_layers=compiled)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        strategy=MegatronStrategy(micro_batch_size=1, runtime=runtime),
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=WARM + STEPS,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    torch.cuda.reset_peak_memory_stats()
+    trainer.fit(
+        GPTModel(config, OptimizerConfig(lr=1e-4), SchedulerConfig(lr_decay_style="constant")),
+        Batches(run),
+    )
+    return {
+        "ms": round(1e3 * statistics.median(clock.seconds), 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        **clock.launches,
+    }
+
+
+@functools.cache
+def of(graphs: str, compiled: bool, hidden: int) -> dict[str, Any]:
+    result = run_ranks_fresh(timed, 1, graphs, compiled, hidden, timeout=280)[0]
+    print(json.dumps({"graphs": graphs, "compiled": compiled, "hidden": hidden, **result}))
+    return result
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048])
+def test_short_micro_batches_take_less_time(hidden: int) -> None:
+    """8 layers, one sample of 1024 tokens a step. Whole steps: the head, the optimizer and
+    Lightning run as ever.
+    """
+    eager, compiled = of("none", False, hidden), of("none", True, hidden)
+    graphed, both = of("layers", False, hidden), of("layers", True, hidden)
+    assert graphed["cudaGraphLaunch"] == both["cudaGraphLaunch"] == 16
+    assert both["cudaLaunchKernel"] < compiled["cudaLaunchKernel"]
+    assert graphed["cudaLaunchKernel"] < 0.5 * eager["cudaLaunchKernel"]
+    if hidden == 1024:
+        assert both["ms"] < eager["ms"] / 2
+        assert both["ms"] < compiled["ms"] / 1.3

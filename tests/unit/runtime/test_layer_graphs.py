@@ -1,0 +1,180 @@
+"""When layers are recorded, replayed, dropped or left alone; on the CPU, where a stand-in for a
+graph runs the recorded function again on the same memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConfig
+from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.validate import check_layout
+from megatron_lightning.runtime import graph_choice, parallelize
+from megatron_lightning.runtime.layer_graphs import LayerGraphs
+from tests import layout_runs
+from tests.layout_runs import Run, tiny_config, train
+
+
+class StandIn:
+    """Runs a function, and again at each replay but the first."""
+
+    def record(
+        self, function: Callable[[], Any], generators: Sequence[torch.Generator]
+    ) -> tuple[Callable[[], None], Any]:
+        result = function()
+        done = [True]
+
+        def replay() -> None:
+            if done:
+                done.clear()
+                return
+            again = function()
+            if isinstance(result, Tensor):
+                result.data.copy_(again)
+
+        return replay, result
+
+
+made: list[LayerGraphs] = []
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def graphed(network: Any, plan: Any, streams: Any, device: Any) -> LayerGraphs:
+        graphs = LayerGraphs(StandIn, streams)
+        graph_choice.add_layers(graphs, network, plan)
+        made.append(graphs)
+        return graphs
+
+    monkeypatch.setattr(parallelize, "graph_layers", graphed)
+    yield
+    made.clear()
+
+
+GRAPHS = RuntimeConfig(cuda_graphs="layers")
+
+
+def run_of(**changes: Any) -> Run:
+    changes = {"layout": dict(micro_batch_size=4), "steps": 8, **changes}
+    return Run(**changes, keep_gradients=(0, 3, 7))
+
+
+def with_graphs(run: Run) -> Run:
+    layout = {**run.layout, "runtime": GRAPHS}
+    return Run(**{**vars(run), "layout": layout})
+
+
+def assert_bitwise(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["losses"] == wanted["losses"]
+    assert found["norms"] == wanted["norms"]
+    for step, gradients in wanted["gradients"].items():
+        for name, (*_, gradient) in gradients.items():
+            assert torch.equal(found["gradients"][step][name][3], gradient), (step, name)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        run_of(),
+        run_of(trainer=dict(accumulate_grad_batches=2)),
+        pytest.param(
+            run_of(config=tiny_config(hidden_dropout=0.1, attention_dropout=0.1)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            run_of(layout=dict(data_parallel=DataParallelConfig(fuse_weight_gradients=False))),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "accumulate", "dropout", "unfused"],
+)
+def test_training_is_the_same(run: Run) -> None:
+    found = train(0, 1, with_graphs(run))
+    (graphs,) = made
+    assert graphs.num_replays >= 4 * 6  # all micro-batches of a kind but the first two
+    assert_bitwise(found, train(0, 1, run))
+
+
+@pytest.mark.slow
+def test_compiled_layers_break_around_nothing() -> None:
+    run = run_of(steps=6)
+    layout = {**run.layout, "runtime": RuntimeConfig(cuda_graphs="layers", compile_layers=True)}
+    found = train(0, 1, Run(**{**vars(run), "layout": layout}))
+    layout = {**run.layout, "runtime": RuntimeConfig(compile_layers=True)}
+    wanted = train(0, 1, Run(**{**vars(run), "layout": layout}))
+    assert made[0].num_replays > 0
+    assert_bitwise(found, wanted)
+
+
+def test_of_layers_with_experts_attention_alone_is_graphed() -> None:
+    config = tiny_config(moe=MoEConfig(num_experts=4, router_topk=2, aux_loss_coeff=1e-2))
+    run = run_of(config=config)
+    found = train(0, 1, with_graphs(run))
+    assert made[0].num_replays > 0
+    assert [region.name for region in made[0]._regions] == [
+        f"decoder.layers.{i}.self_attention" for i in range(4)
+    ]
+    assert_bitwise(found, train(0, 1, run))
+
+
+def two_lengths(run: Run, index: int) -> dict[str, Tensor]:
+    batch = layout_runs.global_batch(Run(config=run.config), index)
+    length = 16 if index % 3 else 8
+    return {key: value[:, :length] for key, value in batch.items()}
+
+
+@pytest.mark.slow
+def test_each_shape_has_graphs_of_its_own() -> None:
+    run = run_of(make_batch=two_lengths, steps=14)
+    found = train(0, 1, with_graphs(run))
+    assert made[0].num_replays == 4 * (2 * 14 - 4 * 2)  # lengths, first and later: two as ever
+    assert_bitwise(found, train(0, 1, run))
+
+
+class Hooked(layout_runs.Recorder):
+    """Hooks the second layer's MLP from the sixth step on."""
+
+    calls = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == 5:
+            mlp = module.network.decoder.layers["1"].mlp
+            mlp.register_forward_hook(self.called)
+
+    def called(self, *args: Any) -> None:
+        Hooked.calls += 1
+
+
+def test_a_hook_inside_is_called(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = train(0, 1, run_of())
+    monkeypatch.setattr(layout_runs, "Recorder", Hooked)
+    found = train(0, 1, with_graphs(run_of()))
+    assert Hooked.calls >= 2 * 3  # micro-batches of three steps; validation calls it too
+    assert "hooks of ['mlp'] would not be called" in caplog.text
+    assert_bitwise(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2"),
+        (dict(context_parallel_size=2), "context_parallel_size=2"),
+        (dict(data_parallel=DataParallelConfig(sharding="fsdp")), "sharding='fsdp'"),
+        (
+            dict(runtime=RuntimeConfig(cuda_graphs="layers", exact_dropout=True)),
+            "exact_dropout=True",
+        ),
+        (dict(tensor_parallel_size=2, sequence_parallel=True), "overlap_tensor_parallel"),
+        (dict(runtime=RuntimeConfig(cuda_graphs="all")), "'all'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], names: str) -> None:
+    config = ParallelConfig(**{"runtime": GRAPHS, **changes})
+    (problem,) = [text for text in check_layout(config) if "cuda_graphs" in text]
+    assert names in problem
