@@ -194,17 +194,25 @@ def tiles() -> None:
     """The cast and its transpose by size of tile."""
     one = torch.ones((), device="cuda")
     both = (True, True)
-    for rows, columns in ((8192, 28672), (16384, 2048)):
+    for rows, columns in ((8192, 28672), (8192, 4096)):
         x = random(rows, columns)
         print(f"cast + transpose, {rows} x {columns}")
-        for height, width, warps in itertools.product(
-            (32, 64, 128, 256), (64, 128, 256), (4, 8, 16)
-        ):
-            if height * width > 32768:
-                continue
-            fp8._TILE, fp8._WARPS = (height, width), warps
-            took = timed(lambda: fp8_casts.cast_both(x, one, "e5m2", both, None))  # noqa: B023
-            said(f"{height} x {width}, {warps} warps", *took, bytes_=4.0 * x.numel())
+        sizes = ((32, 32), (32, 64), (64, 32), (64, 64), (32, 128), (128, 32), (64, 128), (128, 64))
+        orders = itertools.product(sizes, (2, 4), (False, True), (False, True))
+        for (height, width), warps, by_columns, backwards in orders:
+            fp8._TILE, fp8._TILE_WARPS = (height, width), warps
+            fp8._BY_COLUMNS, fp8._BACKWARDS = by_columns, backwards
+            alone = timed(functools.partial(fp8_casts.cast_both, x, one, "e5m2", both, None))
+            behind = timed(functools.partial(_largest_and_cast, x))
+            label = f"{height} x {width}, {warps} warps{', by columns' if by_columns else ''}"
+            label += ", backwards" if backwards else ""
+            said(label, *alone, bytes_=4.0 * x.numel())
+            said("    behind the largest", *behind, bytes_=6.0 * x.numel())
+
+
+def _largest_and_cast(x: Tensor) -> None:
+    _, scale, _ = fp8_casts.largest_and_scales_of(x, "e5m2")
+    fp8_casts.cast_both(x, scale, "e5m2", (True, True), None)
 
 
 def block_products() -> None:

@@ -21,6 +21,7 @@ from megatron_lightning.precision.fp8_casts import (
     cast_rows,
     column_largest_of,
     largest_and_scales_of,
+    largest_of,
     row_largest_of,
     scale_rows,
     scales_of,
@@ -89,8 +90,9 @@ class FP8TensorRecipe(TensorRecipe):
         x = x.contiguous()
         if self._delayed is not None and self._delayed.store.has_history:
             seen, scale, inverse = self._delayed.place(role)
-            record = seen if self._delayed.store.recording else None
-            values, transposed = cast_both(x, scale, name, wanted, record)
+            if self._delayed.store.recording:  # a pass of its own is faster than within the cast
+                torch.maximum(seen, largest_of(x), out=seen)
+            values, transposed = cast_both(x, scale, name, wanted, None)
         else:
             amax, scale, inverse = largest_and_scales_of(x, name)
             if self._delayed is not None and self._delayed.store.recording:

@@ -400,7 +400,7 @@ def _print_speed_of_kernels(grad: Tensor) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for tile, warps in ((128, 8), (128, 4), (64, 4), (64, 8)):
             patch.setattr(fp8, "_TILE", (tile, tile))
-            patch.setattr(fp8, "_WARPS", warps)
+            patch.setattr(fp8, "_TILE_WARPS", warps)
             took = _kernel_milliseconds(lambda: fp8_casts.cast_both(grad, one, "e5m2", both, None))
             speed = grad.numel() * 4 / took / 1e9
             print(f"  cast + transpose, tile {tile} warps {warps}: {took:.3f} ms, {speed:.2f} TB/s")

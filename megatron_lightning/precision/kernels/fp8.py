@@ -12,8 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = (128, 128)
+_TILE = (64, 64)
 """Rows and columns that one program casts."""
+_TILE_WARPS = 4
+_BY_COLUMNS = False
+"""True: tiles beside each other are cast one after the other, else those below each other."""
+_BACKWARDS = False
+"""From the last tile on, whose values the search for the largest one has just read."""
 _WARPS = 8
 _SPAN = 8192
 _PARTS = 1024
@@ -97,11 +102,21 @@ def _cast_both(
     want_itself: tl.constexpr,
     want_transposed: tl.constexpr,
     record: tl.constexpr,
+    by_columns: tl.constexpr,
+    backwards: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
-    column = tl.program_id(1).to(tl.int64) * width + tl.arange(0, width)
+    tile = tl.program_id(0)
+    if backwards:
+        tile = tl.num_programs(0) - 1 - tile
+    high, wide = tl.cdiv(padded_rows, height), tl.cdiv(columns, width)
+    if by_columns:
+        down, right = tile // wide, tile % wide
+    else:
+        down, right = tile % high, tile // high
+    row = down.to(tl.int64) * height + tl.arange(0, height)
+    column = right.to(tl.int64) * width + tl.arange(0, width)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     if record:
@@ -181,7 +196,7 @@ def cast_both(
     turned = x.new_empty((columns, padded_rows), dtype=dtype) if transposed else None
     if columns and padded_rows:
         height, width = _TILE
-        _cast_both[(triton.cdiv(padded_rows, height), triton.cdiv(columns, width))](
+        _cast_both[(triton.cdiv(padded_rows, height) * triton.cdiv(columns, width),)](
             x,
             x if values is None else values,
             x if turned is None else turned,
@@ -194,9 +209,11 @@ def cast_both(
             want_itself=itself,
             want_transposed=transposed,
             record=seen is not None,
+            by_columns=_BY_COLUMNS,
+            backwards=_BACKWARDS,
             height=height,
             width=width,
-            num_warps=_WARPS,
+            num_warps=_TILE_WARPS,
         )
     return values, turned
 
