@@ -8,9 +8,7 @@ sequences that are too many are empty.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import gc
 import importlib.util
 import itertools
 import threading
@@ -321,14 +319,6 @@ def find_plan(key: PlanKey) -> Plan | None:
             stacklevel=2,
         )
         return None
-
-
-def _forget_plans() -> None:
-    find_plan.cache_clear()
-    gc.collect()
-
-
-atexit.register(_forget_plans)  # what is left when the interpreter ends is reported as leaked
 
 
 class RaggedKernel:

@@ -34,7 +34,7 @@ class HeldTokens:
         return self.places[0] if len(self.places) == 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: torch.compile would guard every field, every length
 class SequenceInfo:
     """Lengths of the documents of each sample, in tokens; those of every sample add up to S."""
 
