@@ -92,7 +92,7 @@ class GroupExchange:
     def collect(self, tensors: Sequence[Tensor]) -> Moving:
         """Begin to give the tokens of such tensors back to their ranks."""
         size = self.axis.size
-        shapes = [(len(x) // size, *x.shape[1:]) for x in tensors]
+        shapes = [(len(x) // size, x.shape[1], x.shape[2]) for x in tensors]
         moving = Moving(shapes, tensors[0], self.axis)
         for x, part in zip(tensors, moving.outgoing(), strict=True):
             for rank in range(size):
