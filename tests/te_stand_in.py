@@ -74,6 +74,26 @@ class Float8Quantizer:
         )
 
 
+class OwnQuantizer:
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        device: torch.device,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        force_pow_2_scales: bool,
+    ) -> None:
+        assert force_pow_2_scales
+        self.dtype, self.sides = fp8_dtype, dict(rowwise=rowwise, columnwise=columnwise)
+
+    def quantize_impl(self, x: Tensor) -> Float8Tensor:
+        largest = x.abs().max().float().reshape(1)
+        limit = torch.finfo(self.dtype.value).max
+        scale = torch.exp2(torch.floor(torch.log2(limit / largest)))
+        return Float8Quantizer(scale, largest, self.dtype, **self.sides).quantize_impl(x)
+
+
 class BlockTensor:
     def __init__(
         self,
@@ -332,6 +352,7 @@ def engine() -> Engine:
         enums=SimpleNamespace(**enums, FusedAttnBackend={"F16_arbitrary_seqlen": "arbitrary"}),
         dtypes={dtype.value: dtype for dtype in DType},
         float8_quantizer=Float8Quantizer,
+        own_quantizer=OwnQuantizer,
         float8_tensor=Float8Tensor,
         block_quantizer=BlockQuantizer,
         block_tensor=BlockTensor,

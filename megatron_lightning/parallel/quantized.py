@@ -175,6 +175,14 @@ class QuantizedProducts:
         product = self.recipe.product
         if not sums:
             return product(grad, x, weight.dtype, forward=False)
+        if self.recipe.adds_products:
+
+            def write(total: Tensor, add: bool) -> None:
+                total = total.view(weight.shape)
+                product(grad, x, total.dtype, forward=False, out=total, add=add)
+
+            main_gradient_of(weight).add_written(write)
+            return None
 
         def compute(out: Tensor | None) -> Tensor:
             if out is not None:

@@ -44,6 +44,8 @@ class Engine(NamedTuple):
     """torch's dtypes -> its own."""
     float8_quantizer: Any
     """Casts with one given scale."""
+    own_quantizer: Any
+    """Casts with a scale of the tensor's own largest value."""
     float8_tensor: Any
     """A matrix in FP8 with one scale."""
     block_quantizer: Any
@@ -71,6 +73,7 @@ def engine() -> Engine:
         enums=calls.fused_attn,
         dtypes=constants.TE_DType,
         float8_quantizer=tensors.Float8Quantizer,
+        own_quantizer=tensors.Float8CurrentScalingQuantizer,
         float8_tensor=tensors.Float8TensorStorage,
         block_quantizer=tensors.Float8BlockQuantizer,
         block_tensor=tensors.Float8BlockwiseQTensorStorage,

@@ -8,6 +8,7 @@ who multiplies, and that a weight's gradient is added to its sum by the product 
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -51,10 +52,16 @@ class TETensorRecipe(TensorRecipe):
     """One scale for a tensor: of its own largest value, or by `delayed` of those before."""
 
     adds_products = True
+    layout = "tensor"
 
     def __init__(self, gradient: str, delayed: DelayedRecipe | None = None) -> None:
         super().__init__(gradient)
         self._delayed = delayed
+        self._quantizers: dict[Any, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TETensorRecipe:
+        """The same with places of its own, for a copy of the layer."""
+        return TETensorRecipe(self._gradient, copy.deepcopy(self._delayed, memo))
 
     def pair(
         self,
@@ -67,19 +74,60 @@ class TETensorRecipe(TensorRecipe):
         wanted: Wanted = BOTH,
     ) -> Pair:
         """See `Recipe.pair`."""
-        name, x = self.format_of(role), x.contiguous()
         delayed = self._delayed
-        seen = None
+        seen = scale = None
         if delayed is not None and delayed.store.has_history:
             recorded, scale, _ = delayed.place(role)
             seen = recorded if delayed.store.recording else None
-        else:
-            amax = largest_of(x)
+        elif delayed is not None or not _by_itself(x, over_rows, over_columns):
+            amax = largest_of(x.contiguous())
             if delayed is not None and delayed.store.recording:
                 recorded, _, _ = delayed.place(role)
                 torch.maximum(recorded, amax, out=recorded)
-            scale, _ = scales_of(over_columns(over_rows(amax)), name)
-        return _cast(x, scale, FP8_DTYPES[name], wanted, seen)
+            scale, _ = scales_of(over_columns(over_rows(amax)), self.format_of(role))
+        return self._cast(x, role, wanted, scale, seen)
+
+    def _cast(
+        self, x: Tensor, role: Role, wanted: Wanted, scale: Tensor | None, seen: Tensor | None
+    ) -> Pair:
+        """`x` (R, C) times a 0-dim `scale`, None: that of its own largest value; rows of the
+        transpose are padded with zeros to 16.
+
+        `seen`: 0-dim, becomes the largest of itself and the absolute values of `x`.
+        """
+        dtype = FP8_DTYPES[self.format_of(role)]
+        itself, transposed = wanted
+        quantizer = self._quantizer(role, wanted, dtype, x.device, own=scale is None)
+        if scale is not None:
+            quantizer.scale = scale.view(1)
+            quantizer.amax = _unread(x.device) if seen is None else seen.view(1)
+        cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE).contiguous())
+        inverse = cast._scale_inv.view(())
+        return Pair(
+            Operand(cast._data.view(dtype)[: len(x)], inverse) if itself else None,
+            Operand(cast._transpose.view(dtype), inverse) if transposed else None,
+        )
+
+    def _quantizer(
+        self, role: Role, wanted: Wanted, dtype: torch.dtype, device: torch.device, *, own: bool
+    ) -> Any:
+        """Kept from call to call, one for each stream: it holds the place of a largest value."""
+        stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
+        key = (role, wanted, own, stream)
+        found = self._quantizers.get(key)
+        if found is not None:
+            return found
+        engine = te.engine()
+        name = _name(engine.kernels, dtype)
+        sides = dict(rowwise=wanted[0], columnwise=wanted[1])
+        if own:
+            found = engine.own_quantizer(name, device, force_pow_2_scales=True, **sides)
+        else:
+            place = _unread(device)
+            found = engine.float8_quantizer(place, place, name, **sides)
+        found.internal = True  # no subclass of Tensor around the result
+        self._quantizers[key] = found
+        return found
 
     def product(
         self,
@@ -92,18 +140,37 @@ class TETensorRecipe(TensorRecipe):
         add: bool = False,
     ) -> Tensor:
         """See `Recipe.product`; with `add` it is added to `out`."""
-        engine = te.engine()
-
-        def wrap(operand: Operand) -> Any:
-            assert operand.scale is not None
-            return engine.float8_tensor(
-                data=_padded(operand.values).view(torch.uint8),
-                fp8_scale_inv=operand.scale.view(1),
-                fp8_dtype=_name(engine.kernels, operand.values.dtype),
+        if not add:  # the same product of cuBLAS, at less of the host's time
+            assert a.scale is not None
+            assert b.scale is not None
+            return torch._scaled_mm(
+                a.values,
+                b.values.t(),
+                scale_a=a.scale,
+                scale_b=b.scale,
+                out_dtype=dtype,
+                use_fast_accum=forward,
+                out=out,
             )
+        return te.multiply(_wrapped(a), _wrapped(b), dtype, out=out, add=add, exact=not forward)
 
-        result = te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=not forward)
-        return result[: len(a.values)]
+
+def _by_itself(x: Tensor, over_rows: Reduce, over_columns: Reduce) -> bool:
+    """Whether the scale may be left to Transformer Engine: no other rank has a part, and a value
+    that isn't finite need not be seen (in float16 the loss scale depends on it).
+    """
+    alone = over_rows is identity and over_columns is identity
+    return alone and x.dtype is not torch.float16
+
+
+def _wrapped(operand: Operand) -> Any:
+    engine = te.engine()
+    assert operand.scale is not None
+    return engine.float8_tensor(
+        data=operand.values.view(torch.uint8),
+        fp8_scale_inv=operand.scale.view(1),
+        fp8_dtype=_name(engine.kernels, operand.values.dtype),
+    )
 
 
 class TEBlockRecipe(Recipe):
@@ -111,7 +178,8 @@ class TEBlockRecipe(Recipe):
 
     adds_products = True
     block = 128
-    joins_parts = False
+    joins_parts = False  # scales lie by blocks first
+    layout = "blocks"
 
     def __init__(self, gradient: str) -> None:
         self._gradient = gradient
@@ -138,14 +206,14 @@ class TEBlockRecipe(Recipe):
         )
         quantizer.internal = True  # no subclass of Tensor around the result
         cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE).contiguous())
-        kind = _Square if role == "weight" else Operand
 
-        def operand(values: Tensor | None, scale: Tensor | None) -> Operand | None:
-            return None if values is None else kind(values.view(dtype), scale)
+        def operand(values: Tensor, scale: Tensor) -> Operand:
+            values = values.view(dtype)
+            return _Square(values, scale) if role == "weight" else Operand(values, scale.t())
 
-        rows = cast._rowwise_data[: len(x)] if itself else None
+        rows = len(x)
         return Pair(
-            operand(rows, cast._rowwise_scale_inv) if itself else None,
+            operand(cast._rowwise_data[:rows], cast._rowwise_scale_inv) if itself else None,
             operand(cast._columnwise_data, cast._columnwise_scale_inv) if transposed else None,
         )
 
@@ -163,44 +231,20 @@ class TEBlockRecipe(Recipe):
         engine = te.engine()
 
         def wrap(operand: Operand) -> Any:
+            square = isinstance(operand, _Square)
+            assert operand.scale is not None
             return engine.block_tensor(
                 rowwise_data=_padded(operand.values).view(torch.uint8),
-                rowwise_scale_inv=operand.scale,
+                rowwise_scale_inv=operand.scale if square else operand.scale.t(),
                 columnwise_data=None,
                 columnwise_scale_inv=None,
                 fp8_dtype=_name(engine.kernels, operand.values.dtype),
                 quantizer=None,
-                is_2D_scaled=isinstance(operand, _Square),
+                is_2D_scaled=square,
             )
 
         result = te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=True)
         return result[: len(a.values)]
-
-
-def _cast(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted, seen: Tensor | None
-) -> Pair:
-    """`x` (R, C) times a 0-dim `scale`; rows of the transpose are padded with zeros to 16.
-
-    `seen`: 0-dim, becomes the largest of itself and the absolute values of `x`.
-    """
-    engine = te.engine()
-    itself, transposed = wanted
-    rows = len(x)
-    quantizer = engine.float8_quantizer(
-        scale.reshape(1),
-        _unread(x.device) if seen is None else seen.view(1),
-        _name(engine.kernels, dtype),
-        rowwise=itself,
-        columnwise=transposed,
-    )
-    quantizer.internal = True  # no subclass of Tensor around the result
-    cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE))
-    inverse = cast._scale_inv.view(())
-    return Pair(
-        Operand(cast._data.view(dtype)[:rows], inverse) if itself else None,
-        Operand(cast._transpose.view(dtype), inverse) if transposed else None,
-    )
 
 
 @functools.lru_cache

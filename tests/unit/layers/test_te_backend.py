@@ -16,12 +16,16 @@ from megatron_lightning.layers import SequenceInfo, TorchBackend, TransformerLay
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.te import TransformerEngineBackend, attention, products
 from megatron_lightning.models.gpt import BackendName, GPTModel
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import te
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.operands import BlockRecipe, Operand, Recipe, Role, TensorRecipe
 from megatron_lightning.precision.te_recipes import TEBlockRecipe, TETensorRecipe
 from tests import te_stand_in
 from tests.layout_runs import tiny_config
+from tests.unit.parallel import test_quantized_region
 from tests.unit.parallel.test_main_gradient import served
 
 TE, TORCH = TransformerEngineBackend(), TorchBackend()
@@ -223,6 +227,21 @@ def test_recipes_give_what_is_simulated(kind: str, rows: int) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("kind", ["tensorwise", "delayed", "blockwise"])
+def test_recipes_in_compiled_regions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = test_quantized_region.train(kind, False) if kind != "blockwise" else None
+    block = lambda gradient, delayed: TEBlockRecipe("e4m3")  # noqa: E731
+    engine = block if kind == "blockwise" else TETensorRecipe
+    monkeypatch.setattr(test_quantized_region, "FP8TensorRecipe", engine)
+    outside = test_quantized_region.train(kind, False)
+    inside = test_quantized_region.train(kind, True)
+    for got, want in zip(inside, outside, strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(inside, ours or (), strict=ours is not None):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("kind", ["tensor", "block"])
 def test_products_add_to_a_sum(kind: str) -> None:
     recipe = RECIPES[kind]()[0]
@@ -232,6 +251,32 @@ def test_products_add_to_a_sum(kind: str) -> None:
     once = recipe.product(grad, x, torch.float32, forward=False, out=total).clone()
     recipe.product(grad, x, torch.float32, forward=False, out=total, add=True)
     torch.testing.assert_close(total, 2 * once)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_layer_lets_its_product_add() -> None:
+    layer = TORCH.linear(64, 48, bias=False, initial=Normal(1.0)).bfloat16()
+    filled(layer)
+    layer.quantized = QuantizedProducts(
+        recipe=TETensorRecipe("e5m2"),
+        split="none",
+        tensor_axis=MeshAxis(name="tp"),
+        context_axis=MeshAxis(name="cp"),
+        splits_sequence=False,
+        clock=WeightClock(),
+    )
+    x, grad = drawn(32, 64).bfloat16().requires_grad_(), drawn(32, 48, seed=1).bfloat16()
+    layer(x).backward(grad)
+    assert layer.weight.grad is not None
+    wanted = 2 * layer.weight.grad.float()
+    buckets = served(layer)
+    buckets.reset()
+    for _ in range(2):
+        layer(x).backward(grad)
+    buckets.finish(1.0)
+    (total,) = buckets.gradients().values()  # in float32 throughout
+    assert (total - wanted).norm() < 2**-8 * total.norm()
+    buckets.release()
 
 
 @pytest.mark.parametrize(
