@@ -385,8 +385,11 @@ def test_speed_of_a_linear() -> None:
             f"  {times['bf16'] / times[name]:.2f} x bf16  peak {peak:.2f} GiB"
         )
     _print_speed_of_kernels(grad.view(tokens, outputs))
-    # Measured on an H200: 1.46 to 1.49, and 1.30. Casts take the rest of the time.
-    for name, least in (("fp8_tensorwise", 1.4), ("fp8_delayed", 1.2)):
+    # Measured on an H200: 1.46 to 1.61, 1.39, 1.68 and 1.36. Casts take the rest of the time.
+    limits = {"fp8_tensorwise": 1.4, "fp8_delayed": 1.2, "fp8_rowwise": 1.4, "fp8_blockwise": 1.2}
+    for name, least in limits.items():
+        if name not in times:
+            continue
         assert times["bf16"] / times[name] >= least, name
 
 
