@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
@@ -94,6 +94,33 @@ class GraphSet:
         return made
 
 
+class StandsFor:
+    """Puts other parameters over the same memory into a module while it runs.
+
+    A parameter's node in autograd belongs to the stream on which it was first used, and a recording
+    would have to wait for that one.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[Parameter]) -> None:
+        self.parameters = [Parameter(parameter.detach()) for parameter in parameters]
+        pairs = zip(parameters, self.parameters, strict=True)
+        stands = {id(parameter): (parameter, stand) for parameter, stand in pairs}
+        self._places = [
+            (part._parameters, name, *stands[id(parameter)])
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if id(parameter) in stands
+        ]
+
+    def __enter__(self) -> None:
+        for place, name, _, stand in self._places:
+            place[name] = stand
+
+    def __exit__(self, *error: object) -> None:
+        for place, name, parameter, _ in self._places:
+            place[name] = parameter
+
+
 class GraphedLayer:
     """The two graphs of one layer for one `GraphSet`."""
 
@@ -101,6 +128,7 @@ class GraphedLayer:
         self,
         graphs: GraphSet,
         recorder: Recorder,
+        module: nn.Module,
         parameters: Sequence[Parameter],
         slots: Sequence[Slot],
         generators: Sequence[torch.Generator],
@@ -114,6 +142,7 @@ class GraphedLayer:
         self.signature: Signature = ()
         self._shared: list[tuple[int, str, Shared]] = []
         self._input = self._output = self._made = torch.empty(0)
+        self._stands = StandsFor(module, parameters)
         self._grad_output: Tensor | None = None
         self._grad_input: Tensor | None = None
         self._added: list[Slot] = []
@@ -157,7 +186,7 @@ class GraphedLayer:
                 static[index] = held[0].static
 
         def forward() -> Tensor:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._stands:
                 self._made = function(*static)
             return self._made.detach()
 
@@ -202,7 +231,7 @@ class GraphedLayer:
         def backward() -> Tensor | None:
             inputs = [self._input] if self._input.requires_grad else []
             found = torch.autograd.grad(
-                self._made, [*inputs, *self._parameters], static, allow_unused=True
+                self._made, [*inputs, *self._stands.parameters], static, allow_unused=True
             )
             for slot, grad in zip(self._slots, found[len(inputs) :], strict=True):
                 if grad is not None:

@@ -168,7 +168,13 @@ class LayerGraphs:
             return None
         slots = [self._slots[id(p)] for p in trained]
         layer = GraphedLayer(
-            graphs, self._recorder, trained, slots, region.generators, len(graphs.layers)
+            graphs,
+            self._recorder,
+            region.module,
+            trained,
+            slots,
+            region.generators,
+            len(graphs.layers),
         )
         try:
             layer.record(function, args, signature, self.micro_batch)
