@@ -1,15 +1,20 @@
 """Do low precisions train? The same GPT on the same real text in each of them, losses side by side.
 
 Text: the documentation and sources that every Python installation has, as bytes. Each precision
-starts from the same weights and sees the same batches in the same order; what is compared is the
-mean training loss of the last tenth of the steps, over that of bfloat16:
+starts from the same weights and sees the same batches in the same order, the learning rate falls to
+zero; what is compared is the mean training loss of the last sixth of the steps, over that of
+bfloat16:
 
     python benchmarks/low_precision.py                      # on a GPU: 300 steps, 100M parameters
     python benchmarks/low_precision.py --size tiny --steps 100   # anywhere, minutes on a CPU
 
 Limits: float16 within 0.5 % of bfloat16, FP8 within 1 %, simulated NVFP4 within 2 %; the exit
-status is 1 where one is exceeded. FP8 runs on the device's own units on CUDA (compute capability
-8.9 or newer), simulated elsewhere.
+status is 1 where one is exceeded. Small differences grow over the steps, so bfloat16 is trained
+twice: `bf16_again` cuts the batch into twice as many micro-batches, which changes nothing but the
+order of sums. Its ratio is the spread that must be expected of any kind; the mean of both runs is
+what the others are compared with. The limits hold as they stand, whatever the spread: one that is
+smaller than it can't be judged by one run, in either direction. FP8 runs on the device's own units
+on CUDA (compute capability 8.9 or newer), simulated elsewhere.
 """
 
 import argparse
@@ -27,6 +32,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from megatron_lightning.config import GPTConfig, LossScaleConfig, QuantizationConfig
+from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.data.sample_text import python_help_texts
 from megatron_lightning.models import GPTModel
@@ -38,18 +44,19 @@ LIMITS = {"fp32": 0.01, "fp16": 0.005, "nvfp4": 0.02}
 FP8_LIMIT = 0.01
 KINDS = (
     "bf16",
-    "fp32",
+    "bf16_again",
     "fp16",
     "fp8_tensorwise",
-    "fp8_rowwise",
     "fp8_delayed",
-    "fp8_blockwise",
-    "mxfp8",
     "nvfp4",
+    "fp8_rowwise",
+    "mxfp8",
+    "fp8_blockwise",
+    "fp32",
 )
 SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(layers=4, hidden=64, ffn=192, heads=4, sequence=64, batch=8, micro=8),
-    "small": dict(layers=8, hidden=512, ffn=1408, heads=8, sequence=512, batch=32, micro=32),
+    "small": dict(layers=8, hidden=512, ffn=1408, heads=8, sequence=512, batch=64, micro=64),
     "medium": dict(layers=12, hidden=768, ffn=2048, heads=12, sequence=1024, batch=32, micro=16),
 }
 
@@ -105,9 +112,8 @@ def train(kind: str, size: dict[str, int], text: Tensor, steps: int, device: str
         options["plugins"] = [MegatronPrecision(MixedPrecision("16-mixed", "cpu"))]
     else:
         options["precision"] = "16-mixed" if kind == "fp16" else "bf16-mixed"
-    if kind not in ("fp32", "bf16", "fp16"):
-        real = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
-        runs = kind in real and device_problem(torch.device(device)) is None
+    if kind not in ("fp32", "bf16", "bf16_again", "fp16"):
+        runs = kind in REAL_RECIPES and device_problem(torch.device(device)) is None
         quantization = QuantizationConfig(recipe=kind, simulate=not runs)  # type: ignore[arg-type]
     config = GPTConfig(
         vocab_size=256,
@@ -120,13 +126,13 @@ def train(kind: str, size: dict[str, int], text: Tensor, steps: int, device: str
     model = GPTModel(
         config,
         OptimizerConfig(lr=1e-3),
-        SchedulerConfig(lr_warmup_steps=max(1, steps // 10), lr_decay_steps=steps, min_lr=1e-4),
+        SchedulerConfig(lr_warmup_steps=max(1, steps // 10), lr_decay_steps=steps, min_lr=0.0),
         loss_normalization="micro_batch",  # a mean: the usual range of loss scales
     )
     losses = Losses()
     trainer = L.Trainer(
         strategy=MegatronStrategy(
-            micro_batch_size=size["micro"],
+            micro_batch_size=size["micro"] // (2 if kind == "bf16_again" else 1),
             quantization=quantization,
             loss_scale=LossScaleConfig(growth_interval=100),
         ),
@@ -155,17 +161,19 @@ def limit_of(kind: str) -> float:
 def compare(
     kinds: list[str], size: dict[str, int], steps: int, device: str, out: str = ""
 ) -> dict[str, dict[str, float]]:
-    """Final loss, ratio to bfloat16's and seconds by precision; bfloat16 comes first. The file
-    `out` is written anew after each.
+    """Final loss, ratio to bfloat16's and seconds by precision; bfloat16 comes first, and then
+    again where that is asked for. The file `out` is written anew after each.
     """
     text = corpus()
     rows: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(("bf16", *kinds)):
+    again = ("bf16_again",) if "bf16_again" in kinds else ()
+    for kind in dict.fromkeys(("bf16", *again, *kinds)):
         begin = time.perf_counter()
         losses = train(kind, size, text, steps, device)
-        last = losses[-max(1, steps // 10) :]
+        last = losses[-max(1, steps // 6) :]
         loss = sum(last) / len(last)
-        ratio = loss / rows["bf16"]["loss"] if rows else 1.0
+        plain = [row["loss"] for name, row in rows.items() if name in ("bf16", "bf16_again")]
+        ratio = loss * len(plain) / sum(plain) if plain else 1.0
         rows[kind] = {
             "loss": loss,
             "ratio": ratio,
@@ -193,7 +201,7 @@ def write(
         "torch": torch.__version__,
         "lightning": L.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "limits": {kind: limit_of(kind) for kind in rows if kind != "bf16"},
+        "limits": {kind: limit_of(kind) for kind in rows if not kind.startswith("bf16")},
         "rows": rows,
     }
     Path(out).write_text(json.dumps(record, indent=1) + "\n")
@@ -209,7 +217,8 @@ def main() -> None:
     parser.add_argument("--out", default="", help="JSON file for the numbers")
     options = parser.parse_args()
     rows = compare(options.kinds, SIZES[options.size], options.steps, device, options.out)
-    far = [kind for kind, row in rows.items() if not abs(row["ratio"] - 1) <= limit_of(kind)]
+    judged = {kind: row for kind, row in rows.items() if kind != "bf16_again"}
+    far = [kind for kind, row in judged.items() if not abs(row["ratio"] - 1) <= limit_of(kind)]
     if far:
         sys.exit(f"outside of its limit: {', '.join(far)}")
 
