@@ -53,6 +53,17 @@ SHAPES: dict[str, dict[str, Any]] = {
             aux_loss_coeff=1e-3,
         ),
     ),
+    "s": dict(  # bound by the host that launches kernels
+        layers=8,
+        hidden=1024,
+        ffn=4096,
+        heads=16,
+        groups=4,
+        vocab=8192,
+        seq=1024,
+        micro=1,
+        accumulate=2,
+    ),
 }
 
 

@@ -121,6 +121,12 @@ class GPTModel(MegatronModule):
                 f" attention={self.attention!r}: a fused kernel draws its own masks; use"
                 " GPTModel(attention='reference')"
             )
+        if config.runtime.cuda_graphs != "none" and self.backend == "transformer_engine":
+            problems.append(
+                f"runtime.cuda_graphs={config.runtime.cuda_graphs!r} with"
+                " backend='transformer_engine': its layers were never tried in our graphs; use"
+                " backend='torch', or cuda_graphs='none'"
+            )
         return problems
 
     def check_data(self, data: Any) -> list[str]:
