@@ -16,7 +16,7 @@ from megatron_lightning.config.validate import check_layout
 from megatron_lightning.runtime import graph_choice, parallelize
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from tests import layout_runs
-from tests.layout_runs import Run, tiny_config, train
+from tests.layout_runs import Run, assert_same_training, tiny_config, train
 
 
 class StandIn:
@@ -99,15 +99,34 @@ def test_training_is_the_same(run: Run) -> None:
     assert_bitwise(found, train(0, 1, run))
 
 
+class Steady(layout_runs.Recorder):
+    """Fails where something is compiled once layers are recorded."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        torch._dynamo.config.error_on_recompile = trainer.global_step > 1
+
+    def on_train_end(self, *args: Any) -> None:
+        torch._dynamo.config.error_on_recompile = False
+
+
 @pytest.mark.slow
-def test_compiled_layers_break_around_nothing() -> None:
-    run = run_of(steps=6)
-    layout = {**run.layout, "runtime": RuntimeConfig(cuda_graphs="layers", compile_layers=True)}
-    found = train(0, 1, Run(**{**vars(run), "layout": layout}))
+@pytest.mark.parametrize("experts", [False, True])
+def test_compiled_layers_are_recorded_as_they_are(
+    experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moe = MoEConfig(num_experts=4, router_topk=2) if experts else None
+    run = run_of(steps=6, config=tiny_config(moe=moe), trainer=dict(limit_val_batches=0))
     layout = {**run.layout, "runtime": RuntimeConfig(compile_layers=True)}
     wanted = train(0, 1, Run(**{**vars(run), "layout": layout}))
+    torch._dynamo.reset()
+    monkeypatch.setattr(layout_runs, "Recorder", Steady)
+    layout = {**run.layout, "runtime": RuntimeConfig(cuda_graphs="layers", compile_layers=True)}
+    found = train(0, 1, Run(**{**vars(run), "layout": layout}))
     assert made[0].num_replays > 0
-    assert_bitwise(found, wanted)
+    if experts:  # compiled otherwise, around the attention
+        assert_same_training([found], wanted)
+    else:
+        assert_bitwise(found, wanted)
 
 
 def test_of_layers_with_experts_attention_alone_is_graphed() -> None:
