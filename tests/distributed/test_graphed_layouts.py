@@ -1,0 +1,54 @@
+"""Layers as graphs in layouts of two ranks, with the stand-in of the unit tests for CUDA's."""
+
+from typing import Any
+
+import pytest
+
+from megatron_lightning.config import DataParallelConfig, RuntimeConfig
+from megatron_lightning.runtime import graph_choice, parallelize
+from megatron_lightning.runtime.layer_graphs import LayerGraphs
+from tests.harness import run_ranks_fresh
+from tests.layout_runs import Run, train
+from tests.unit.runtime.test_layer_graphs import StandIn
+
+pytestmark = pytest.mark.slow
+
+
+def train_graphed(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    made: list[LayerGraphs] = []
+
+    def graphed(network: Any, plan: Any, streams: Any, device: Any) -> LayerGraphs:
+        made.append(LayerGraphs(StandIn, streams))
+        graph_choice.add_layers(made[-1], network, plan)
+        return made[-1]
+
+    parallelize.graph_layers = graphed  # in a process of its own
+    found = train(rank, world_size, run)
+    return found | {"replays": made[0].num_replays}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(data_parallel=DataParallelConfig(sharding="optimizer", bucket_size=20_000)),
+        dict(data_parallel=DataParallelConfig(bucket_size=20_000)),
+        dict(tensor_parallel_size=2, sequence_parallel=True),
+    ],
+    ids=["zero1", "dp2", "tp2_sp"],
+)
+def test_training_is_the_same(layout: dict[str, Any]) -> None:
+    def run(graphs: Any) -> Run:
+        runtime = RuntimeConfig(cuda_graphs=graphs, overlap_tensor_parallel=False)
+        return Run(
+            layout={**layout, "runtime": runtime, "micro_batch_size": 2},
+            steps=6,
+            keep_gradients=(),
+            trainer=dict(accumulate_grad_batches=2),
+        )
+
+    wanted = run_ranks_fresh(train, 2, run("none"))
+    found = run_ranks_fresh(train_graphed, 2, run("layers"))
+    for got, want in zip(found, wanted, strict=True):
+        assert got["replays"] > 0
+        assert got["losses"] == want["losses"]
+        assert got["norms"] == want["norms"]
