@@ -122,7 +122,8 @@ def cast_both(
     values = cast_fp8(x.float() * scale, name)
     turned = None
     if transposed:
-        turned = F.pad(values.view(torch.uint8).t(), (0, rows - x.shape[0])).view(values.dtype)
+        turned = F.pad(values.view(torch.uint8).t(), (0, rows - x.shape[0])).contiguous()
+        turned = turned.view(values.dtype)
     return values if itself else None, turned
 
 

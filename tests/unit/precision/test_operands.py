@@ -278,6 +278,16 @@ def test_block_operands_are_those_of_simulation(shape: tuple[int, int]) -> None:
             assert not got.values.float()[:, wide:].any()
 
 
+@pytest.mark.parametrize("rows", [16, 21])
+def test_transposed_operands_are_contiguous(rows: int) -> None:
+    """As products take them, with and without tokens that are padded."""
+    x = torch.randn(rows, 32, generator=GENERATOR)
+    for recipe in (FP8TensorRecipe("e5m2"), FP8RowRecipe("e5m2"), FP8BlockRecipe("e4m3")):
+        transposed = recipe.pair(x, "input").transposed
+        assert transposed is not None
+        assert transposed.values.is_contiguous()
+
+
 def test_devices_without_fp8_are_refused_with_the_remedy() -> None:
     problem = device_problem(torch.device("cpu"))
     assert problem is not None

@@ -1,0 +1,54 @@
+"""FP8 products of `_scaled_mm`, which torch has on the CPU too, in compiled layers and outside."""
+
+from typing import Any
+
+import pytest
+
+from megatron_lightning.config import (
+    DataParallelConfig,
+    PipelineConfig,
+    QuantizationConfig,
+    RuntimeConfig,
+)
+from megatron_lightning.parallel import quantization
+from megatron_lightning.strategies import precision_checks
+from tests.harness import run_ranks_fresh
+from tests.layout_runs import Run, tiny_config, train
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sharded": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
+    "zero_bubble": (
+        2,
+        dict(
+            pipeline_parallel_size=2, pipeline=PipelineConfig(schedule="zb-h1"), micro_batch_size=4
+        ),
+    ),
+}
+
+
+def on_units(rank: int, size: int, run: Run) -> dict[str, Any]:
+    """Train as if the device were not refused; in a process of its own."""
+    quantization.device_problem = lambda *_, **__: None  # type: ignore[attr-defined]
+    precision_checks._quantization = lambda *_: iter(())
+    return train(rank, size, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_layers_train_as_others(layout: str) -> None:
+    size, options = LAYOUTS[layout]
+    losses = []
+    for compiled in (True, False):
+        run = Run(
+            config=tiny_config(hidden_size=64, ffn_hidden_size=96, num_layers=4),
+            layout={
+                **options,
+                "quantization": QuantizationConfig(keep_first=0, keep_last=0),
+                "runtime": RuntimeConfig(compile_layers=compiled),
+            },
+            trainer=dict(precision="bf16-mixed"),
+            steps=4,
+        )
+        losses.append(run_ranks_fresh(on_units, size, run, timeout=280)[-1]["losses"])
+    # Compiled regions round elsewhere: a value in some thousands is the neighbouring one of FP8.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
