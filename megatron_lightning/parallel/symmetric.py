@@ -34,14 +34,14 @@ class SymmetricExchange:
         device: torch.device,
         *,
         timeout_seconds: float = 600.0,
-        writes: bool = True,
+        writes: bool = False,
     ) -> None:
         self.axis = axis
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.writes = writes
-        """Whether signals are sent by the stream itself; False: by a small kernel, for which a
-        product may leave no room until it ends."""
+        """Whether signals are sent by the stream itself, which needs no room beside a product;
+        False: by a small kernel, as whole training steps have been run."""
         self.timeout_ms = round(1000 * timeout_seconds)
         """A signal that takes longer ends the process."""
         self.handle: Any = None

@@ -58,6 +58,10 @@ class Handle:
     def get_signal_pad(self, rank: int, shape: Any, dtype: torch.dtype) -> Tensor:
         return self.pads[rank].view(torch.int32)
 
+    def put_signal(self, peer: int, channel: int, timeout_ms: int) -> None:
+        pad = self.pads[peer].view(torch.int32)
+        _write(pad, channel * self.axis.size + self.axis.rank, 1)
+
     def wait_signal(self, source: int, channel: int, timeout_ms: int) -> None:
         pad = self.pads[self.axis.rank].view(torch.int32)
         number = channel * self.axis.size + source
@@ -73,7 +77,7 @@ def _write(pad: Tensor, offset: int, value: int) -> None:
     pad[offset] = value
 
 
-def _exchange(axis: MeshAxis, directory: str) -> SymmetricExchange:
+def _exchange(axis: MeshAxis, directory: str, writes: bool) -> SymmetricExchange:
     stream = Stream()
     stand_in = SimpleNamespace(
         Stream=Stream,
@@ -84,17 +88,17 @@ def _exchange(axis: MeshAxis, directory: str) -> SymmetricExchange:
     )
     vars(symmetric)["torch"] = SimpleNamespace(**{**vars(torch), "cuda": stand_in})
     vars(symmetric)["_SymmetricMemory"] = SimpleNamespace(stream_write_value32=_write)
-    exchange = SymmetricExchange(axis, torch.device("cpu"), timeout_seconds=20)
+    exchange = SymmetricExchange(axis, torch.device("cpu"), timeout_seconds=20, writes=writes)
     exchange.handle, exchange.part_bytes = Handle(axis, directory), 512
     return exchange
 
 
-def _turns(rank: int, size: int, directory: str) -> None:
+def _turns(rank: int, size: int, directory: str, writes: bool) -> None:
     """Many layers one after the other, each rank now and then late."""
     axis = ParallelMesh.build(device=torch.device("cpu"), tensor=size).tp
     before = dict(vars(symmetric))
     try:
-        exchange = _exchange(axis, directory)
+        exchange = _exchange(axis, directory, writes)
         late = random.Random(rank)
         for number in range(30):
             generator = torch.Generator().manual_seed(number)
@@ -126,9 +130,9 @@ def _turns(rank: int, size: int, directory: str) -> None:
         vars(symmetric).update(before)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_turns(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "writes"), [(2, False), (2, True), (3, False), (4, True)])
+def test_turns(size: int, writes: bool, tmp_path: Path) -> None:
     for rank in range(size):
         (tmp_path / f"memory{rank}").write_bytes(bytes(BYTES))
         (tmp_path / f"pad{rank}").write_bytes(bytes(256))
-    run_ranks(_turns, size, str(tmp_path))
+    run_ranks(_turns, size, str(tmp_path), writes)
