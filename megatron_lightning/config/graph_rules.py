@@ -54,11 +54,9 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "rounded weights and scales are kept by the host for a window",
         ),
         (
-            config.sequence_parallel and config.runtime.overlap_tensor_parallel is not False,
-            f"sequence_parallel=True and overlap_tensor_parallel="
-            f"{config.runtime.overlap_tensor_parallel}",
-            "products that hide their collectives run on streams of their own; set"
-            " runtime.overlap_tensor_parallel=False",
+            config.tensor_parallel_size > 1,
+            f"tensor_parallel_size={config.tensor_parallel_size}",
+            "collectives within graphs were never tried with NCCL; set tensor_parallel_size=1",
         ),
     )
     return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in rules if hit]

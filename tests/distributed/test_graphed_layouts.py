@@ -32,13 +32,12 @@ def train_graphed(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     [
         dict(data_parallel=DataParallelConfig(sharding="optimizer", bucket_size=20_000)),
         dict(data_parallel=DataParallelConfig(bucket_size=20_000)),
-        dict(tensor_parallel_size=2, sequence_parallel=True),
     ],
-    ids=["zero1", "dp2", "tp2_sp"],
+    ids=["zero1", "dp2"],
 )
 def test_training_is_the_same(layout: dict[str, Any]) -> None:
     def run(graphs: Any) -> Run:
-        runtime = RuntimeConfig(cuda_graphs=graphs, overlap_tensor_parallel=False)
+        runtime = RuntimeConfig(cuda_graphs=graphs)
         return Run(
             layout={**layout, "runtime": runtime, "micro_batch_size": 2},
             steps=6,

@@ -35,8 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": dict(config=dict(hidden_dropout=0.1, attention_dropout=0.1)),
     "compiled": dict(compile=True),
     "compiled_experts": dict(config=dict(moe=MOE), compile=True),
-    "tp2": dict(layout=dict(tensor_parallel_size=2), ranks=2),
-    "tp2_sp": dict(layout=dict(tensor_parallel_size=2, sequence_parallel=True), ranks=2),
     "zero1": dict(layout=dict(data_parallel=DataParallelConfig(sharding="optimizer")), ranks=2),
 }
 
@@ -47,7 +45,6 @@ def run_of(case: str, graphs: str) -> Run:
     runtime = RuntimeConfig(
         cuda_graphs=graphs,  # type: ignore[arg-type]
         compile_layers=wanted.get("compile", False),
-        overlap_tensor_parallel=False,
     )
     layout = dict(micro_batch_size=2, runtime=runtime, **wanted.get("layout", {}))
     return Run(

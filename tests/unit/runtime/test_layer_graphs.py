@@ -189,7 +189,7 @@ def test_a_hook_inside_is_called(
             dict(runtime=RuntimeConfig(cuda_graphs="layers", exact_dropout=True)),
             "exact_dropout=True",
         ),
-        (dict(tensor_parallel_size=2, sequence_parallel=True), "overlap_tensor_parallel"),
+        (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
         (dict(runtime=RuntimeConfig(cuda_graphs="all")), "'all'"),  # type: ignore[arg-type]
     ],
 )
