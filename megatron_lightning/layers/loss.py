@@ -175,7 +175,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits, local, held, ignored, log_total = ctx.saved_tensors
         valid, smoothing = ctx.valid, ctx.smoothing
         logits = logits.detach().contiguous()
-        once = not torch._C._autograd._get_current_graph_task_keep_graph()
+        autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # not in its stubs
+        once = not autograd._get_current_graph_task_keep_graph()
         grad = _gradients_for(logits)(
             logits,
             log_total,
