@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConfig
 from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout
 from megatron_lightning.runtime import graph_choice, parallelize
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
@@ -197,3 +198,9 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], names: st
     config = ParallelConfig(**{"runtime": GRAPHS, **changes})
     (problem,) = [text for text in check_layout(config) if "cuda_graphs" in text]
     assert names in problem
+
+
+def test_the_cpu_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    network, cpu = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.device("cpu")
+    assert graph_choice.graph_layers(network, ParallelPlan(), None, cpu) is None
+    assert "cuda_graphs='layers' has no effect on the CPU" in caplog.text
