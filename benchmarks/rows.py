@@ -126,7 +126,7 @@ ROWS: dict[str, Row] = {
     ),
     "a-tp2": Row(
         title="(a) TP=2, sequence parallel",
-        ours="--shapes a --tp 2",
+        ours="--shapes a --tp 2 --set runtime.overlap_tensor_parallel=None",
         peer="a@tp=2",
         gpus=2,
         rate=54595,

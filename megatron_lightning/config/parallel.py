@@ -104,10 +104,10 @@ class RuntimeConfig:
     cuda_graphs: CudaGraphsName = "none"
     """layers: run forward and backward of each layer as a CUDA graph, which saves the host's time
     where it is the limit: small models, short micro-batches (docs/speed.md)."""
-    overlap_tensor_parallel: bool | None = None
+    overlap_tensor_parallel: bool | None = False
     """sequence_parallel: multiply part by part, while other parts of the sequence are on their way
     between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory;
-    True: by messages elsewhere; False: one collective, then the whole product."""
+    True: by messages elsewhere too; False: one collective, then the whole product."""
     axis_order: Sequence[str] = ("pp", "dp", "cp", "tp")
     """Axes from slowest to fastest varying; the last holds neighbouring ranks."""
 
