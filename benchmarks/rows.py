@@ -125,7 +125,7 @@ ROWS: dict[str, Row] = {
         least=1.12,
     ),
     "a-tp2": Row(
-        title="(a) TP=2, sequence parallel",
+        title="(a) TP=2, sequence parallel, overlapped",
         ours="--shapes a --tp 2 --set runtime.overlap_tensor_parallel=None",
         peer="a@tp=2",
         gpus=2,

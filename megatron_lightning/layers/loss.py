@@ -175,8 +175,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, local, held, ignored, log_total = ctx.saved_tensors
         valid, smoothing = ctx.valid, ctx.smoothing
         logits = logits.detach().contiguous()
-        autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # not in its stubs
-        once = not autograd._get_current_graph_task_keep_graph()
+        once = ctx.consume and _ends_with_this_backward()
         grad = _gradients_for(logits)(
             logits,
             log_total,
@@ -186,9 +185,17 @@ class _CrossEntropy(torch.autograd.Function):
             valid=valid,
             spread=smoothing / ctx.vocab_size,
             cap=ctx.cap,
-            out=logits if ctx.consume and once else None,
+            out=logits if once else None,
         )
         return grad, None, None, None, None, None, None
+
+
+def _ends_with_this_backward() -> bool:
+    """Whether nobody keeps the graph for another backward."""
+    if torch.compiler.is_compiling():
+        return False
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # not in its stubs
+    return not autograd._get_current_graph_task_keep_graph()
 
 
 def _sliced_sums(

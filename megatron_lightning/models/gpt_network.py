@@ -173,8 +173,10 @@ class GPTNetwork(StagedNetwork):
         hidden = self.decoder.final_layernorm(carried)
         logits = self.output_layer(hidden)
         if labels is not None:
-            unseen = not is_observed(self.output_layer, self.loss)
-            losses = self.loss(logits, labels, consume=unseen)
+            # A loss of the user's own may look at the logits in its backward.
+            own = type(self.loss) is CrossEntropy
+            options = {"consume": not is_observed(self.output_layer, self.loss)} if own else {}
+            losses = self.loss(logits, labels, **options)
             if self.mtp is None or loss_mask is None:
                 return losses
             tables = self._tables(self.config.num_layers - 1, tokens, position_ids, cu_seqlens)
@@ -182,7 +184,7 @@ class GPTNetwork(StagedNetwork):
             targets = self.mtp.targets(tokens, labels, loss_mask, sequence)
             states = self.mtp(hidden, targets.tokens, tables, sequence)
             further = [
-                self.loss(self.output_layer(state), ids, consume=unseen)
+                self.loss(self.output_layer(state), ids, **options)
                 for state, ids in zip(states, targets.labels, strict=True)
             ]
             stacked = torch.stack(further), torch.stack(targets.masks)

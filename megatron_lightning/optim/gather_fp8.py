@@ -84,8 +84,9 @@ class FP8Gather:
                 if piece.weight is None:
                     into.copy_(raw.view(into.dtype))
                 else:
-                    into.copy_(raw.view(torch.float8_e4m3fn).to(into.dtype))
-                    into.mul_(inverses[piece.weight].to(into.dtype))
+                    # In float32: float16 has no inverse scales of small weights.
+                    values = raw.view(torch.float8_e4m3fn).float()
+                    into.copy_(values.mul_(inverses[piece.weight]))
         self._joined = self._inverses = None
 
 

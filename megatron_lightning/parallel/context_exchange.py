@@ -134,6 +134,7 @@ class Moving:
     def received(self) -> list[Tensor]:
         """What came from each rank, after waiting for it."""
         self._work.wait()
+        self._sent = self._received[:, :0]
         return self._parts(self._received)
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:

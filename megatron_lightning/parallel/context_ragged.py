@@ -57,8 +57,9 @@ class PlanKey:
     """Keys that a query sees, itself among them; 0: no limit."""
 
 
+@functools.lru_cache(maxsize=1)
 def front_end_installed() -> bool:
-    """Whether the front end can be imported."""
+    """Whether the front end is there; each call of attention asks."""
     return importlib.util.find_spec("cudnn") is not None
 
 
@@ -307,12 +308,21 @@ def _handle(device: int, thread: int) -> Any:
 @functools.lru_cache(_PLANS)
 def find_plan(key: PlanKey) -> Plan | None:
     """A plan for `key`; None where cuDNN has none."""
-    import cudnn  # pyright: ignore[reportMissingImports]
+    try:
+        import cudnn  # pyright: ignore[reportMissingImports]
 
+        refusals: tuple[type[Exception], ...] = (cudnn.cudnnGraphNotSupportedError,)
+    except (ImportError, AttributeError, OSError) as broken:
+        warnings.warn(
+            "the installed package `cudnn` is no usable front end of cuDNN"
+            f" (nvidia-cudnn-frontend>=1.18 is): {broken}; the flash kernel is used",
+            stacklevel=2,
+        )
+        return None
     try:
         with torch.cuda.device(key.device):
             return Plan(key)
-    except cudnn.cudnnGraphNotSupportedError as refusal:
+    except refusals as refusal:
         warnings.warn(
             f"cuDNN has no kernel for packed attention of {key}, so the flash kernel is used:"
             f" {refusal}",

@@ -107,7 +107,8 @@ class SymmetricExchange:
         if key not in self._buffers:
             if len(self._buffers) >= _KEPT_BUFFERS:  # lengths that change with each batch
                 self._buffers.clear()
-            made = self.handle.get_buffer(rank, shape, dtype, storage_offset=offset)
+            with torch.inference_mode(False):  # kept, and training writes to it too
+                made = self.handle.get_buffer(rank, shape, dtype, storage_offset=offset)
             self._buffers[key] = made
         return self._buffers[key]
 

@@ -15,15 +15,16 @@ from torch import Tensor
 from megatron_lightning.utils.logging import is_installed
 
 INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+_REMEDY = "use backend='torch' (GPTModel) and kernels='torch' (QuantizationConfig)"
 _MULTIPLE = 16
 
 
 def missing() -> str | None:
     """Why Transformer Engine can't be used here, with the remedy; None when it can."""
     if not is_installed("transformer_engine"):
-        return f"Transformer Engine is not installed; install it ({INSTALL}), or use 'torch'"
-    if not torch.cuda.is_available():
-        return "Transformer Engine needs a CUDA device, and there is none here; use 'torch'"
+        return f"Transformer Engine is not installed; install it ({INSTALL}), or {_REMEDY}"
+    if torch.cuda.device_count() == 0:  # unlike `is_available`, no context that forks would inherit
+        return f"Transformer Engine needs a CUDA device, and there is none here; {_REMEDY}"
     return None
 
 

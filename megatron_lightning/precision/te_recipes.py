@@ -250,7 +250,8 @@ class TEBlockRecipe(Recipe):
 @functools.lru_cache
 def _unread(device: torch.device) -> Tensor:
     """Where largest values go that nobody asks for."""
-    return torch.zeros(1, device=device)
+    with torch.inference_mode(False):
+        return torch.zeros(1, device=device)
 
 
 def _padded(values: Tensor) -> Tensor:

@@ -146,6 +146,8 @@ class GraphedLayer:
         self._grad_output: Tensor | None = None
         self._grad_input: Tensor | None = None
         self._added: list[Slot] = []
+        self._filled: list[bool] = []
+        """Which sums held something when backward was recorded."""
         self._replay_forward: Replay | None = None
         self._replay_backward: Replay | None = None
 
@@ -213,19 +215,36 @@ class GraphedLayer:
             slot.check_open()
             if not self._graphs.first:
                 slot.fill()
+        kept: list[tuple[Slot, Tensor]] = []
         if self._replay_backward is None:
             self._record_backward(grad)
         else:
+            kept = self._kept()
             assert self._grad_output is not None
             if grad.data_ptr() != self._grad_output.data_ptr():
                 self._grad_output.data.copy_(grad)
         assert self._replay_backward is not None
         self._replay_backward()
+        for slot, sum_before in kept:
+            slot.main_grad.add_(sum_before)
         for slot in self._added:
             slot.filled = slot.summed = slot.received = True
         return None if self._grad_input is None else self._grad_input.detach()
 
+    def _kept(self) -> list[tuple[Slot, Tensor]]:
+        """Sums that the graph would overwrite though they hold something by now: it does what was
+        right when it was recorded, and a step may call the layer more often than that one did.
+        """
+        kept = []
+        for slot, was in zip(self._slots, self._filled, strict=True):
+            if was:
+                slot.fill()  # the graph adds
+            elif slot.filled and any(slot is one for one in self._added):
+                kept.append((slot, slot.main_grad.clone()))
+        return kept
+
     def _record_backward(self, grad: Tensor) -> None:
+        self._filled = [slot.filled for slot in self._slots]
         self._grad_output = static = self._graphs.own(grad)
 
         def backward() -> Tensor | None:

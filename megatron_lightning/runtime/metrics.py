@@ -197,8 +197,11 @@ def value_of(key: LogKey, total: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def silence_advice_to_reduce() -> None:
-    """Lightning advises `sync_dist=True` for epoch values; what is logged here is reduced."""
+    """Lightning advises `sync_dist=True` for epoch values; what is logged here is reduced. And it
+    says at each run that modules of this package move batches themselves.
+    """
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
+    warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in")
 
 
 def log_published(

@@ -197,7 +197,16 @@ def _forget(*packages: str) -> None:
             del sys.modules[name]
 
 
+def _forget_operations() -> None:
+    """What was defined by hand can't be defined again while it is there."""
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()) if name.startswith("megatron_lightning") else ():
+            if type(value).__name__ == "Library":
+                value._destroy()
+
+
 def import_all_without_optional(rank: int, world_size: int) -> tuple[int, list[str]]:
+    _forget_operations()
     _forget("megatron_lightning", *OPTIONAL, *LAZY)
     sys.meta_path.insert(0, _Absent(set(OPTIONAL)))  # type: ignore[arg-type]
     package = importlib.import_module("megatron_lightning")

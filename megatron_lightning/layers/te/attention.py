@@ -82,7 +82,8 @@ def _choose(query: Tensor, key: Tensor, layout: str, length: int, window: int) -
 
 @functools.lru_cache(maxsize=64)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+    with torch.inference_mode(False):  # a validation may ask first, and training keeps it
+        return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,6 +2,7 @@
 graph runs the recorded function again on the same memory.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConf
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout
+from megatron_lightning.models import GPTModel
+from megatron_lightning.parallel.flat import Slot
 from megatron_lightning.runtime import graph_choice, parallelize
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from tests import layout_runs
@@ -204,3 +207,73 @@ def test_the_cpu_has_none(caplog: pytest.LogCaptureFixture) -> None:
     network, cpu = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.device("cpu")
     assert graph_choice.graph_layers(network, ParallelPlan(), None, cpu) is None
     assert "cuda_graphs='layers' has no effect on the CPU" in caplog.text
+
+
+class Frozen:
+    """As a CUDA graph does: what Python chose when it was recorded is what is replayed, such as
+    whether a gradient overwrites its sum or is added.
+    """
+
+    recording: list[bool] | None = None
+    replaying: list[bool] | None = None
+
+    def record(
+        self, function: Callable[[], Any], generators: Sequence[torch.Generator]
+    ) -> tuple[Callable[[], None], Any]:
+        chosen: list[bool] = []
+        Frozen.recording = chosen
+        result = function()
+        Frozen.recording = None
+        done = [True]
+
+        def replay() -> None:
+            if done:
+                done.clear()
+                return
+            Frozen.replaying = list(chosen)
+            again = function()
+            Frozen.replaying = None
+            if isinstance(result, Tensor):
+                result.data.copy_(again)
+
+        return replay, result
+
+
+def frozen(method: Callable[..., Any]) -> Callable[..., Any]:
+    def called(slot: Slot, *args: Any, **options: Any) -> Any:
+        if Frozen.recording is not None:
+            Frozen.recording.append(slot.filled)
+        elif Frozen.replaying is not None:
+            slot.filled = Frozen.replaying.pop(0)
+        return method(slot, *args, **options)
+
+    return called
+
+
+class Twice(GPTModel):
+    """Calls its network twice in some steps."""
+
+    late = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if (self.trainer.global_step >= 5) == Twice.late:
+            result["loss"] = result["loss"] + 3 * super().training_step(batch, batch_idx)["loss"]
+        return result
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_steps_that_call_layers_more_often_or_less(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded in one of them must not overwrite or add to another one's sums."""
+    for name in ("add", "add_product", "add_written"):
+        monkeypatch.setattr(Slot, name, frozen(getattr(Slot, name)))
+    monkeypatch.setattr(sys.modules[__name__], "StandIn", Frozen)
+    monkeypatch.setattr(Twice, "late", late)
+    monkeypatch.setattr(layout_runs, "GPTModel", Twice)
+    found = train(0, 1, with_graphs(run_of()))
+    assert made[0].num_replays > 0
+    wanted = train(0, 1, run_of())
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
