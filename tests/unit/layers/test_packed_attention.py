@@ -107,7 +107,7 @@ def test_lengths_are_read_once_for_a_micro_batch() -> None:
     assert packed(None) is None
 
 
-def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_for_all_lengths() -> None:
     # Torch 2.11 compiles anew for other values in a frozen dataclass, later ones only if it's read.
     assert not torch._dynamo.utils.is_frozen_dataclass(SequenceInfo(LENGTHS))
     config = tiny_config()
@@ -118,9 +118,9 @@ def test_compiled_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.compile(backend="eager")
     tokens = torch.arange(24).view(2, 12)
     for step, rows in enumerate([LENGTHS, ((5, 7), (2, 10)), ((1, 1, 10), (6, 3, 3))]):
-        monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", step > 0)
         cu_seqlens = SequenceInfo(rows).cu_seqlens()
-        network(tokens, labels=tokens, cu_seqlens=cu_seqlens).sum().backward()
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            network(tokens, labels=tokens, cu_seqlens=cu_seqlens).sum().backward()
 
 
 def test_lengths_stay_on_the_host() -> None:
