@@ -119,12 +119,7 @@ def parallelize(
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }
         apply_recompute(chunk, target.plan, config.recompute, streams=streams, device=mesh.device)
-        if config.runtime.cuda_graphs == "layers":
-            graphs = graph_layers(chunk, target.plan, streams, mesh.device)  # one chunk: a rule
-        if config.runtime.compile_layers:
-            _compile_layers(chunk, target.plan)
-            for inner in graphs.inner_modules if graphs is not None else ():
-                compile_inside(inner)
+        graphs = _graph_and_compile(chunk, target.plan, mesh, config, streams)
     _share_tied_within_rank(chunks, target.plan)
     schedule = config.pipeline.schedule
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
@@ -220,6 +215,26 @@ def _fill(
     """Give the module at `path` of the network its values."""
     prefix = f"{target.attribute}.{path}." if path else f"{target.attribute}."
     materialise(module, rows, seed=seed, device=device, dtype=dtype, prefix=prefix)
+
+
+def _graph_and_compile(
+    chunk: nn.Module,
+    plan: ParallelPlan,
+    mesh: ParallelMesh,
+    config: ParallelConfig,
+    streams: Streams | None,
+) -> LayerGraphs | None:
+    """Graphs of a chunk's layers where they are asked for (there is one chunk then, by a rule), and
+    compiled layers.
+    """
+    graphs = None
+    if config.runtime.cuda_graphs == "layers":
+        graphs = graph_layers(chunk, plan, streams, mesh.device)
+    if config.runtime.compile_layers:
+        _compile_layers(chunk, plan)
+        for inner in graphs.inner_modules if graphs is not None else ():
+            compile_inside(inner)
+    return graphs
 
 
 def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
