@@ -33,6 +33,7 @@ import lightning as L
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from kernel_gaps import idle_lines
 from shapes import SHAPES, RandomTokens
 from torch.profiler import ProfilerActivity, profile
 
@@ -96,6 +97,8 @@ class Kernels(L.Callback):
         longest = sorted(times.items(), key=lambda item: -sum(item[1]))
         for name, durations in longest[:rows]:
             lines.append(f"{sum(durations) / 1e3:8.2f} ms {len(durations):5d}  {name[:width]}")
+        assert self.profiler.profiler is not None
+        lines += idle_lines(self.profiler.profiler.kineto_results.events())
         return "\n".join(lines)
 
 
