@@ -2,8 +2,8 @@
 
     python benchmarks/products_beside.py --out results.json
 
-Products of shape (a) (16,384 tokens, hidden size 2048, weight gradients added in float32), attention
-forward and backward, and an Adam-like pass over memory run in a row of calls while a kernel on a
+Products of shape (a) (16,384 tokens, hidden size 2048, weight gradients added in float32),
+attention forward and backward, and an Adam-like pass over memory run in a row of calls while a kernel on a
 stream of its own holds 1 to 32 multiprocessors (512 threads a block, spinning) from before the
 first call to after the last. `ratio` is their time over that alone. `told`: cuBLAS was told to
 leave that many multiprocessors out (torch's carve-out), beside the same kernel, and alone.
