@@ -3,13 +3,14 @@
     python benchmarks/products_beside.py --out results.json
 
 Products of shape (a) (16,384 tokens, hidden size 2048, weight gradients added in float32),
-attention forward and backward, and an Adam-like pass over memory run in a row of calls while a kernel on a
-stream of its own holds 1 to 32 multiprocessors (512 threads a block, spinning) from before the
-first call to after the last. `ratio` is their time over that alone. `told`: cuBLAS was told to
-leave that many multiprocessors out (torch's carve-out), beside the same kernel, and alone.
-`short_lost_ms`: the kernel holds 16 of them for 0.5 ms, about a bucket's reduction, ten times in a
-row of calls; what each time costs, for a stream of usual and of high priority. `copies`: host
-memory is copied by a copy engine meanwhile. One GPU.
+attention forward and backward, and an Adam-like pass over memory run in a row of calls while a
+kernel on a stream of its own holds 1 to 32 multiprocessors (512 threads a block, spinning) from
+before the first call to after the last. `ratio` is their time over that alone; `warp`: the kernel
+is one warp, as one that waits for a signal. `told`: cuBLAS was told to leave that many
+multiprocessors out (torch's carve-out), beside the same kernel, and alone. `short_lost_ms`: the
+kernel holds 16 of them for 0.5 ms, about a bucket's reduction, ten times in a row of calls; what
+each time costs, for a stream of usual and of high priority. `copies`: host memory is copied by a
+copy engine meanwhile. One GPU.
 """
 
 # Triton is optional, and a kernel is indexed by its grid.
@@ -45,9 +46,9 @@ def _hold(nanoseconds):
         now = globaltimer()
 
 
-def hold(multiprocessors: int, milliseconds: float) -> None:
+def hold(multiprocessors: int, milliseconds: float, warps: int = 16) -> None:
     """Launch the kernel on the current stream."""
-    _hold[(multiprocessors,)](int(milliseconds * 1e6), num_warps=16)
+    _hold[(multiprocessors,)](int(milliseconds * 1e6), num_warps=warps)
 
 
 def random(*shape: int) -> Tensor:
@@ -135,10 +136,11 @@ def row_of(call: Call, copy: Call) -> dict[str, Any]:
     enough = 3 * CALLS * alone + 1
     row: dict[str, Any] = {"alone_ms": round(alone, 4)}
 
-    def ratio(held: int) -> float:
-        return round(time_of(call, lambda: hold(held, enough)) / alone, 3)
+    def ratio(held: int, warps: int = 16) -> float:
+        return round(time_of(call, lambda: hold(held, enough, warps)) / alone, 3)
 
     row["ratio"] = {held: ratio(held) for held in HELD}
+    row["warp"] = ratio(1, warps=1)
     row["told"] = {}
     for held in (8, 16):
         with told(held):
@@ -164,7 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    hold(1, 0.1)
+    for warps in (1, 16):
+        hold(1, 0.1, warps)
     source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
     copy = copies_of(source, source.to("cuda"))
     result: dict[str, Any] = {
