@@ -25,6 +25,7 @@ from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import fp8_casts
+from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8BlockRecipe, FP8RowRecipe, FP8TensorRecipe
 from megatron_lightning.precision.kernels import fp8
@@ -149,7 +150,27 @@ def linear(name: str) -> None:
             assert b is not None
             call = functools.partial(recipe.product, a, b, torch.bfloat16, forward=forward)
             said(f"    {part}", *timed(call), flops=flops)
+        _sums(recipe, gs.transposed, xs.transposed, flops)
     del layer.quantized
+
+
+def _sums(recipe: Recipe, a: Operand | None, b: Operand | None, flops: float) -> None:
+    """A weight's gradient and its float32 sum: the first of a window, and the others."""
+    assert a is not None
+    assert b is not None
+    total = torch.zeros(len(a.values), len(b.values), device="cuda")
+
+    def first() -> None:
+        recipe.product(a, b, torch.float32, forward=False, out=total)
+
+    def apart() -> None:
+        add_to_sum_(total, recipe.product(a, b, torch.bfloat16, forward=False))
+
+    said("    wgrad, written in float32", *timed(first), flops=flops)
+    said("    wgrad, added in a pass of its own", *timed(apart), flops=flops)
+    if recipe.add_product_(total, a, b):
+        call = functools.partial(recipe.add_product_, total, a, b)
+        said("    wgrad, added within the product", *timed(call), flops=flops)
 
 
 def parts() -> None:

@@ -31,6 +31,7 @@ from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.quantized_region import RegionLinear
+from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.operands import (
     BOTH,
     Noise,
@@ -175,24 +176,19 @@ class QuantizedProducts:
         product = self.recipe.product
         if not sums:
             return product(grad, x, weight.dtype, forward=False)
-        if self.recipe.adds_products:
 
-            def write(total: Tensor, add: bool) -> None:
-                total = total.view(weight.shape)
-                product(grad, x, total.dtype, forward=False, out=total, add=add)
+        def write(total: Tensor, add: bool) -> None:
+            total = total.view(weight.shape)
+            if not add:
+                product(grad, x, total.dtype, forward=False, out=total)
+            elif not self.recipe.add_product_(total, grad, x):
+                # Half the traffic of float32, and a rounding far below that of the factors;
+                # float16 could overflow.
+                exact = weight.dtype is torch.float16
+                dtype = torch.float32 if exact else weight.dtype
+                add_to_sum_(total, product(grad, x, dtype, forward=False))
 
-            main_gradient_of(weight).add_written(write)
-            return None
-
-        def compute(out: Tensor | None) -> Tensor:
-            if out is not None:
-                return product(grad, x, out.dtype, forward=False, out=out.view(weight.shape))
-            # Half the traffic of float32, and a rounding far below that of the factors; float16
-            # could overflow.
-            exact = weight.dtype is torch.float16
-            return product(grad, x, torch.float32 if exact else weight.dtype, forward=False)
-
-        main_gradient_of(weight).add_gradient(compute)
+        main_gradient_of(weight).add_written(write)
         return None
 
     def _row_axes(self, part: bool) -> list[MeshAxis]:
@@ -350,8 +346,12 @@ class QuantizedExperts:
     products: tuple[QuantizedProducts, ...]
     """Of each expert held."""
 
-    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts."""
+    def __call__(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, weight_gradient: object
+    ) -> Tensor:
+        """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts.
+        Weight gradients are the recipe's.
+        """
         return _experts_outside(self, rows, weight, counts)
 
     def run(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lightning.precision.cublas_lt import add_product_
 from megatron_lightning.precision.delayed import DelayedRecipe
 from megatron_lightning.precision.fp8_casts import (
     BLOCK,
@@ -117,6 +118,12 @@ class FP8TensorRecipe(TensorRecipe):
     ) -> Tensor:
         """See `Recipe.product`."""
         return _scaled(a, b, dtype, forward=forward, out=out)
+
+    def add_product_(self, total: Tensor, a: Operand, b: Operand) -> bool:
+        """See `Recipe.add_product_`."""
+        assert a.scale is not None
+        assert b.scale is not None
+        return add_product_(total, a.values, a.scale, b.values, b.scale)
 
 
 class FP8RowRecipe(TensorRecipe):

@@ -70,8 +70,6 @@ class Recipe(ABC):
     """
 
     block: int = 1
-    adds_products: bool = False
-    """`product` takes `add`, and adds to `out` then."""
     layout: str = ""
     """"tensor", "rows" or "blocks": what shares a scale of an operand in FP8's own dtype; "": not
     known, the layer stays outside of compiled regions."""
@@ -103,16 +101,17 @@ class Recipe(ABC):
         *,
         forward: bool,
         out: Tensor | None = None,
-        add: bool = False,
     ) -> Tensor:
         """The product a b^T, summed in float32: (M, K), (N, K) -> (M, N) in `dtype`.
 
-        `forward` allows for what is too coarse for gradients. It is written to `out` if given, or
-        added where the recipe `adds_products`.
+        `forward` allows for what is too coarse for gradients. It is written to `out` if given.
         """
-        assert not add, "only where `adds_products`"
         result = product(a, b, dtype)
         return result if out is None else out.copy_(result)
+
+    def add_product_(self, total: Tensor, a: Operand, b: Operand) -> bool:
+        """`total` += a b^T within the product; False, and nothing is changed, where it can't be."""
+        return False
 
 
 class TensorRecipe(Recipe):

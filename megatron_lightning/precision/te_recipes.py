@@ -51,7 +51,6 @@ def _name(kernels: Any, dtype: torch.dtype) -> Any:
 class TETensorRecipe(TensorRecipe):
     """One scale for a tensor: of its own largest value, or by `delayed` of those before."""
 
-    adds_products = True
     layout = "tensor"
 
     def __init__(self, gradient: str, delayed: DelayedRecipe | None = None) -> None:
@@ -137,22 +136,24 @@ class TETensorRecipe(TensorRecipe):
         *,
         forward: bool,
         out: Tensor | None = None,
-        add: bool = False,
     ) -> Tensor:
-        """See `Recipe.product`; with `add` it is added to `out`."""
-        if not add:  # the same product of cuBLAS, at less of the host's time
-            assert a.scale is not None
-            assert b.scale is not None
-            return torch._scaled_mm(
-                a.values,
-                b.values.t(),
-                scale_a=a.scale,
-                scale_b=b.scale,
-                out_dtype=dtype,
-                use_fast_accum=forward,
-                out=out,
-            )
-        return te.multiply(_wrapped(a), _wrapped(b), dtype, out=out, add=add, exact=not forward)
+        """See `Recipe.product`."""
+        assert a.scale is not None
+        assert b.scale is not None
+        return torch._scaled_mm(  # Transformer Engine's, at less of the host's time
+            a.values,
+            b.values.t(),
+            scale_a=a.scale,
+            scale_b=b.scale,
+            out_dtype=dtype,
+            use_fast_accum=forward,
+            out=out,
+        )
+
+    def add_product_(self, total: Tensor, a: Operand, b: Operand) -> bool:
+        """See `Recipe.add_product_`."""
+        te.multiply(_wrapped(a), _wrapped(b), total.dtype, out=total, add=True, exact=True)
+        return True
 
 
 def _by_itself(x: Tensor, over_rows: Reduce, over_columns: Reduce) -> bool:
@@ -176,7 +177,6 @@ def _wrapped(operand: Operand) -> Any:
 class TEBlockRecipe(Recipe):
     """Scales of 1x128 blocks along the summed dim, powers of two; of 128x128 for weights."""
 
-    adds_products = True
     block = 128
     joins_parts = False  # scales lie by blocks first
     layout = "blocks"
@@ -225,26 +225,36 @@ class TEBlockRecipe(Recipe):
         *,
         forward: bool,
         out: Tensor | None = None,
-        add: bool = False,
     ) -> Tensor:
-        """See `Recipe.product`; with `add` it is added to `out`."""
-        engine = te.engine()
+        """See `Recipe.product`."""
+        return _multiplied_blocks(a, b, dtype, out, add=False)
 
-        def wrap(operand: Operand) -> Any:
-            square = isinstance(operand, _Square)
-            assert operand.scale is not None
-            return engine.block_tensor(
-                rowwise_data=_padded(operand.values).view(torch.uint8),
-                rowwise_scale_inv=operand.scale if square else operand.scale.t(),
-                columnwise_data=None,
-                columnwise_scale_inv=None,
-                fp8_dtype=_name(engine.kernels, operand.values.dtype),
-                quantizer=None,
-                is_2D_scaled=square,
-            )
+    def add_product_(self, total: Tensor, a: Operand, b: Operand) -> bool:
+        """See `Recipe.add_product_`."""
+        _multiplied_blocks(a, b, total.dtype, total, add=True)
+        return True
 
-        result = te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=True)
-        return result[: len(a.values)]
+
+def _multiplied_blocks(
+    a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None, *, add: bool
+) -> Tensor:
+    engine = te.engine()
+
+    def wrap(operand: Operand) -> Any:
+        square = isinstance(operand, _Square)
+        assert operand.scale is not None
+        return engine.block_tensor(
+            rowwise_data=_padded(operand.values).view(torch.uint8),
+            rowwise_scale_inv=operand.scale if square else operand.scale.t(),
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            fp8_dtype=_name(engine.kernels, operand.values.dtype),
+            quantizer=None,
+            is_2D_scaled=square,
+        )
+
+    result = te.multiply(wrap(a), wrap(b), dtype, out=out, add=add, exact=True)
+    return result[: len(a.values)]
 
 
 @functools.lru_cache

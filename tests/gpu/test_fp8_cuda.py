@@ -143,6 +143,31 @@ def _scaled(kind: str, a: Operand, b: Operand, fast: bool, output: str, place: s
     )
 
 
+@pytest.mark.parametrize("offset", [0, 4, 32])
+@pytest.mark.parametrize("gradient", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("shape", [(512, 256, 768), (509, 272, 48), (4096, 4096, 1024)])
+def test_a_weight_gradient_is_added_within_its_product(
+    shape: tuple[int, int, int], gradient: str, offset: int
+) -> None:
+    """At any place of a flat sum; more exact than rounding it to bfloat16 before."""
+    torch.manual_seed(4)
+    tokens, inputs, outputs = shape
+    recipe = FP8TensorRecipe(gradient)
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16) * 1e-3
+    a, b = recipe.pair(grad, "gradient").transposed, recipe.pair(x, "input").transposed
+    assert a is not None
+    assert b is not None
+    flat = torch.full((offset + inputs * outputs + 8,), 3.0, device="cuda")
+    total = flat[offset : offset + inputs * outputs].view(outputs, inputs)
+    recipe.product(a, b, torch.float32, forward=False, out=total)
+    once = total.clone()
+    for times in (2, 3):
+        assert recipe.add_product_(total, a, b)
+        torch.testing.assert_close(total, times * once, rtol=1e-5, atol=1e-6 * tokens**0.5)
+    assert bool((flat[:offset] == 3.0).all() & (flat[offset + inputs * outputs :] == 3.0).all())
+
+
 def _moved(scale: Tensor) -> Tensor:
     """The same one float32 behind an address that is aligned."""
     place = scale.new_empty(scale.numel() + 1)[1:].view(scale.shape)

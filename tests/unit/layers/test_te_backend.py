@@ -249,7 +249,7 @@ def test_products_add_to_a_sum(kind: str) -> None:
     _, grad = of(recipe, drawn(32, 48, seed=1), "gradient")
     total = torch.full((48, 64), torch.nan)
     once = recipe.product(grad, x, torch.float32, forward=False, out=total).clone()
-    recipe.product(grad, x, torch.float32, forward=False, out=total, add=True)
+    assert recipe.add_product_(total, grad, x)
     torch.testing.assert_close(total, 2 * once)
 
 

@@ -1,0 +1,224 @@
+"""FP8 products that add to a float32 sum, by cuBLASLt itself.
+
+Torch's `_scaled_mm` overwrites its result, so that a second micro-batch's gradient of a weight
+would be written, read, and added in a pass of its own. cuBLASLt adds within the product. The
+library is the one that torch has loaded, called by ctypes: nothing is built. Numbers of its
+enumerations are those of cublasLt.h and library_types.h, the same since CUDA 12.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.utils.logging import warn_once
+
+_TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_FLOAT32 = 0
+_COMPUTE_FLOAT32 = 68
+_TRANSPOSED = 1
+_WORKSPACE = 32 * 2**20
+"""Bytes, as cuBLAS asks for on compute capability 9.0."""
+_ALIGNMENT = 256
+"""Bytes; addresses that are multiples of more are as good."""
+
+_TRANSPOSES_A = 3
+_SCALE_OF_A, _SCALE_OF_B = 17, 18
+_MOST_WORKSPACE = 1
+_ALIGNMENTS = (5, 6, 7, 8)
+"""Attributes: of a product, and of what is preferred (addresses of A, B, C and D)."""
+
+
+class _Choice(ctypes.Structure):
+    """`cublasLtMatmulHeuristicResult_t`; its algorithm comes first."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class CublasError(RuntimeError):
+    """A call of cuBLASLt was refused."""
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> Any:
+    """The library that torch has loaded. OSError where there is none."""
+    version = torch.version.cuda
+    if version is None:
+        raise OSError("torch without CUDA")
+    library = ctypes.CDLL(f"libcublasLt.so.{version.split('.')[0]}")
+    handle, out = c_void_p, POINTER(c_void_p)
+    library.cublasLtCreate.argtypes = [out]
+    library.cublasLtMatmulDescCreate.argtypes = [out, c_int, c_int]
+    library.cublasLtMatmulDescSetAttribute.argtypes = [handle, c_int, c_void_p, c_size_t]
+    library.cublasLtMatrixLayoutCreate.argtypes = [out, c_int, c_uint64, c_uint64, c_int64]
+    library.cublasLtMatmulPreferenceCreate.argtypes = [out]
+    library.cublasLtMatmulPreferenceSetAttribute.argtypes = [handle, c_int, c_void_p, c_size_t]
+    library.cublasLtMatmulAlgoGetHeuristic.argtypes = [handle] * 7 + [c_int, c_void_p, c_void_p]
+    library.cublasLtMatmul.argtypes = [handle] * 14 + [c_size_t, c_void_p]
+    return library
+
+
+def _checked(call: Callable[..., int], *arguments: Any) -> None:
+    status = call(*arguments)
+    if status:
+        raise CublasError(f"{call.__name__} returned {status}")
+
+
+def _made(call: Callable[..., int], *arguments: Any) -> c_void_p:
+    made = c_void_p()
+    _checked(call, byref(made), *arguments)
+    return made
+
+
+@functools.lru_cache
+def _handle(device: int) -> c_void_p:
+    """Of the device that is the current one."""
+    return _made(_library().cublasLtCreate)
+
+
+class _Product:
+    """One kind of product on one device, ready to be called. cuBLAS counts columns first: what is
+    (M, N) by rows is (N, M) to it, so that its A is our b, and its B our a.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        handle: c_void_p,
+        shape: tuple[int, int, int],
+        types: tuple[torch.dtype, torch.dtype],
+        alignments: tuple[int, int, int],
+    ) -> None:
+        """`shape` (M, N, K); `types` of a and b; bytes that addresses of a, b and the sum are
+        multiples of.
+        """
+        rows, columns, summed = shape
+        self._library, self._handle = library, handle
+        self._lock = threading.Lock()  # the scales' addresses are attributes
+        self._one = c_float(1.0)
+        self._product = _made(library.cublasLtMatmulDescCreate, _COMPUTE_FLOAT32, _FLOAT32)
+        self._set(_TRANSPOSES_A, c_int(_TRANSPOSED))
+        layout = library.cublasLtMatrixLayoutCreate
+        self._a = _made(layout, _TYPES[types[0]], summed, rows, summed)
+        self._b = _made(layout, _TYPES[types[1]], summed, columns, summed)
+        self._sum = _made(layout, _FLOAT32, columns, rows, columns)
+        self._choice = self._choose(alignments)
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = ctypes.sizeof(value)
+        set_ = self._library.cublasLtMatmulDescSetAttribute
+        _checked(set_, self._product, attribute, byref(value), size)
+
+    def _choose(self, alignments: tuple[int, int, int]) -> _Choice:
+        library, choice, found = self._library, _Choice(), c_int(0)
+        wishes = _made(library.cublasLtMatmulPreferenceCreate)
+        of_a, of_b, of_sum = alignments
+        values = [(_MOST_WORKSPACE, c_uint64(_WORKSPACE))]
+        wanted = zip(_ALIGNMENTS, (of_b, of_a, of_sum, of_sum), strict=True)
+        values += [(name, ctypes.c_uint32(value)) for name, value in wanted]
+        for name, value in values:
+            size = ctypes.sizeof(value)
+            _checked(library.cublasLtMatmulPreferenceSetAttribute, wishes, name, byref(value), size)
+        # Addresses of scales say that there are some; those of a call are set when it is made.
+        self._set(_SCALE_OF_A, c_void_p(_ALIGNMENT))
+        self._set(_SCALE_OF_B, c_void_p(_ALIGNMENT))
+        layouts = (self._b, self._a, self._sum, self._sum)
+        _checked(
+            library.cublasLtMatmulAlgoGetHeuristic,
+            self._handle,
+            self._product,
+            *layouts,
+            wishes,
+            1,
+            byref(choice),
+            byref(found),
+        )
+        if not found.value or choice.status:
+            raise CublasError("no algorithm for an FP8 product that adds to float32")
+        return choice
+
+    def __call__(
+        self, total: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, stream: int
+    ) -> None:
+        """`total` += a b^T times both scales."""
+        workspace = torch.empty(self._choice.workspace, dtype=torch.uint8, device=total.device)
+        with self._lock:
+            self._set(_SCALE_OF_A, c_void_p(scale_b.data_ptr()))
+            self._set(_SCALE_OF_B, c_void_p(scale_a.data_ptr()))
+            one, address = byref(self._one), total.data_ptr()
+            _checked(
+                self._library.cublasLtMatmul,
+                self._handle,
+                self._product,
+                one,
+                b.data_ptr(),
+                self._b,
+                a.data_ptr(),
+                self._a,
+                one,
+                address,
+                self._sum,
+                address,
+                self._sum,
+                byref(self._choice),
+                workspace.data_ptr(),
+                self._choice.workspace,
+                stream,
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _product_of(
+    device: int,
+    shape: tuple[int, int, int],
+    types: tuple[torch.dtype, torch.dtype],
+    alignments: tuple[int, int, int],
+) -> _Product | None:
+    """None where cuBLAS has no such product."""
+    try:
+        return _Product(_library(), _handle(device), shape, types, alignments)
+    except (CublasError, OSError):
+        return None
+
+
+def _alignment(tensor: Tensor) -> int:
+    """The largest power of two that divides the address, at most 256."""
+    address = tensor.data_ptr() | _ALIGNMENT
+    return address & -address
+
+
+def add_product_(total: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> bool:
+    """`total` (M, N) += a b^T times both scales: float32, FP8 (M, K) and (N, K), contiguous, scales
+    0-dim float32. False, and nothing is changed, where that can't be done in one product.
+    """
+    device = total.device.index
+    if total.dtype is not torch.float32 or not total.is_cuda:
+        return False
+    if torch.version.cuda is None or device != torch.cuda.current_device():
+        return False
+    if not total.numel() or scale_a.dim() or scale_b.dim():
+        return False
+    shape = (len(a), len(b), a.shape[1])
+    alignments = (_alignment(a), _alignment(b), _alignment(total))
+    product = _product_of(device, shape, (a.dtype, b.dtype), alignments)
+    if product is None:
+        return False
+    try:
+        product(total, a, scale_a, b, scale_b, torch.cuda.current_stream().cuda_stream)
+    except CublasError as error:
+        warn_once(f"FP8 gradients are added in a pass of their own, which takes longer: {error}")
+        return False
+    return True
