@@ -4,14 +4,16 @@ The pass scales the gradients (the window's weight, clipping), updates moments a
 writes the rounded copies that the network computes with: 30 bytes a parameter are moved instead of
 50 in four passes. The optimizer object stays what it is, with its groups, hooks, schedulers and
 state: its own `step` finds no gradients and changes nothing, then this one runs as the first of its
-post-hooks. It never waits for the device.
+post-hooks. It never waits for the device. What has been updated can be sent to other ranks while
+the rest of the pass goes on (`Stage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,10 @@ from megatron_lightning.layers.kernels import can_run
 
 OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 Copies = Callable[[], Mapping[Parameter, Tensor]]
+Stage = tuple[Collection[Parameter], Callable[[], None]]
+"""Some of the parameters, and what is to be called when all of them that take part are updated and
+their copies written, on the device."""
+Stages = Callable[[], Sequence[Stage]]
 
 Member = tuple[Parameter, Tensor, Tensor | None]
 """(what is updated, its gradient, its rounded copy if there is one)"""
@@ -36,19 +42,34 @@ class _Group:
     table: Tensor
     tensor_of: Tensor
     block_of: Tensor
+    ends: list[int]
+    """Programs up to the end of each tensor."""
+
+
+class _Launch(NamedTuple):
+    """A group's step, begun: what its kernels are given, and which tensors belong to each stage."""
+
+    group: dict[str, Any]
+    held: _Group
+    corrections: Tensor
+    counts: list[int]
+    """Tensors of each stage; they follow each other."""
+    copy_dtype: torch.dtype
 
 
 class AdamPass:
     """Steps of one optimizer. `copies` gives the tensors that are to hold parameters rounded; a
-    parameter may have none.
+    parameter may have none. `stages`: the order in which parameters are updated, where no hook
+    comes after the pass (`is_last`).
 
     A step is: `take`, the optimizer's own step. Parameters without gradient are left alone, as
     torch does it.
     """
 
-    def __init__(self, optimizer: Optimizer, copies: Copies) -> None:
+    def __init__(self, optimizer: Optimizer, copies: Copies, stages: Stages | None = None) -> None:
         self._optimizer = optimizer
         self._copies = copies
+        self._stages = stages
         self._taken: list[Member] = []
         self._factor: Tensor | None = None
         self._active: Tensor | None = None
@@ -105,36 +126,61 @@ class AdamPass:
             return
         assert self._factor is not None
         assert self._active is not None
+        stages = [] if self._stages is None or not self.is_last else list(self._stages())
+        stage_of = {p: number for number, (members, _) in enumerate(stages) for p in members}
         found = {one[0]: one for one in taken}
+        launches: list[_Launch] = []
         for number, group in enumerate(self._optimizer.param_groups):
             members = [found[p] for p in group["params"] if p in found]
             if members:
-                self._step_group(number, group, members)
+                members.sort(key=lambda one: stage_of.get(one[0], len(stages)))
+                found_in = Counter(stage_of.get(one[0], len(stages)) for one in members)
+                counts = [found_in[stage] for stage in range(len(stages) + 1)]
+                launches.append(self._begin_group(number, group, members, counts))
+        for stage in range(len(stages) + 1):
+            for launch in launches:
+                self._launch(launch, stage)
+            if stage < len(stages):
+                stages[stage][1]()
         changed = [tensor for p, _, copy in taken for tensor in (p, copy) if tensor is not None]
         torch.autograd.graph.increment_version(changed)  # the kernel writes behind torch's back
         if self._keep:
             for parameter, grad, _ in taken:
                 parameter.grad = grad
 
-    def _step_group(self, number: int, group: dict[str, Any], members: Sequence[Member]) -> None:
-        assert self._factor is not None
+    def _begin_group(
+        self, number: int, group: dict[str, Any], members: Sequence[Member], counts: list[int]
+    ) -> _Launch:
         assert self._active is not None
         states = [self._state(parameter) for parameter, _, _ in members]
         beta1, beta2 = group["betas"]
         steps = [state["step"] for state in states]
         active = self._active.to(steps[0].dtype)
         torch._foreach_add_(steps, [active] * len(steps))  # with one tensor the host would wait
-        counts = torch.stack(steps).double()
-        corrections = torch.stack((1 - beta1**counts, (1 - beta2**counts).sqrt()), dim=1).float()
+        ages = torch.stack(steps).double()
+        corrections = torch.stack((1 - beta1**ages, (1 - beta2**ages).sqrt()), dim=1).float()
         held = self._group(number, members, states)
         dtype = next((copy.dtype for _, _, copy in members if copy is not None), torch.float32)
+        return _Launch(group, held, corrections, counts, dtype)
+
+    def _launch(self, launch: _Launch, stage: int) -> None:
+        """Update the tensors of one stage."""
+        first = sum(launch.counts[:stage])
+        last = first + launch.counts[stage]
+        if first == last:
+            return
+        assert self._factor is not None
+        assert self._active is not None
         from megatron_lightning.layers.kernels import adam
 
+        group, held = launch.group, launch.held
+        beta1, beta2 = group["betas"]
+        programs = slice(held.ends[first - 1] if first else 0, held.ends[last - 1])
         adam.update(
             held.table,
-            held.tensor_of,
-            held.block_of,
-            corrections,
+            held.tensor_of[programs],
+            held.block_of[programs],
+            launch.corrections,
             self._factor,
             self._active,
             lr=float(group["lr"]),
@@ -143,7 +189,7 @@ class AdamPass:
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=decouples(self._optimizer, group),
-            copy_dtype=dtype,
+            copy_dtype=launch.copy_dtype,
         )
 
     def _state(self, parameter: Parameter) -> dict[str, Any]:
@@ -192,6 +238,7 @@ def _lay_out(rows: list[list[int]], device: torch.device) -> _Group:
         table=_to_device(table, device),
         tensor_of=_to_device(tensor_of.int(), device),
         block_of=_to_device(block_of.int(), device),
+        ends=blocks.cumsum(0).tolist(),
     )
 
 

@@ -9,7 +9,8 @@ updates them is the business of `optim.distributed`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ class ParameterBucket:
     grads: Tensor | None = None
     """Host copy of the own part of the gradients, when masters lie in host memory."""
     work: Any = None
+    is_given: bool = False
+    """True when the gather of this step has begun."""
     fp8: FP8Gather | None = None
     """Where some of the parameters are gathered in eight bits."""
 
@@ -83,6 +86,11 @@ class ParameterBucket:
     def _put(self) -> None:
         assert self.fp8 is not None
         self.fp8.finish()
+
+
+def _give(made: ParameterBucket) -> None:
+    made.begin_gather(rounded=True)
+    made.is_given = True
 
 
 class ParameterShards:
@@ -208,6 +216,7 @@ class ParameterShards:
         """Give each part its reduced gradient; None where no rank got one."""
         for made in self._made:
             assert made.bucket is not None
+            made.is_given = False
             if made.grads is not None:
                 made.grads.copy_(made.bucket.own, non_blocking=True)
         if self._offload and any(made.data.is_cuda for made in self._made):
@@ -224,12 +233,26 @@ class ParameterShards:
         return made.grads[begin : begin + part.numel()].view(part.shape)
 
     def begin_gather(self, *, rounded: bool = False) -> None:
-        """Start to gather what every rank updated, in the order of the next forward pass.
+        """Start to gather what every rank updated, in the order of the next forward pass, where
+        that hasn't begun in a step by stages.
 
         `rounded` says that `copies` hold the updated values already.
         """
         for made in reversed(self._made):
-            made.begin_gather(rounded=rounded)
+            if not made.is_given:
+                made.begin_gather(rounded=rounded)
+            made.is_given = False
+
+    def stages(self) -> list[tuple[list[Parameter], Callable[[], None]]]:
+        """The parts of each bucket, in the order of the next forward pass, and what starts their
+        gather once all are updated and rounded. All ranks have equally many.
+        """
+        if self._offload or self._fp8:
+            return []  # the host updates them; amounts are agreed on between gathers
+        return [
+            (list(made.parts.values()), functools.partial(_give, made))
+            for made in reversed(self._made)
+        ]
 
     def copies(self) -> dict[Parameter, Tensor]:
         """Return for each part that is a master the rounded values, of the same shape."""

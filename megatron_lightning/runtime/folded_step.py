@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.optim.adam_pass import AdamPass, Copies, all_fit, can_pass
+from megatron_lightning.optim.adam_pass import AdamPass, Copies, Stages, all_fit, can_pass
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.utils.tensors import scalar
 
@@ -24,12 +24,18 @@ class FoldedStep:
     """Steps of one optimizer over gradient buckets, in one pass."""
 
     def __init__(
-        self, optimizer: Optimizer, copies: Copies, device: torch.device, *, fold: bool
+        self,
+        optimizer: Optimizer,
+        copies: Copies,
+        device: torch.device,
+        *,
+        fold: bool,
+        stages: Stages | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._device = device
         self._fold = fold
-        self._pass = AdamPass(optimizer, copies)
+        self._pass = AdamPass(optimizer, copies, stages)
         self._buckets: GradientBuckets | None = None
         self._factor: Tensor | None = None
         self._active = torch.ones((), device=device)
@@ -39,14 +45,20 @@ class FoldedStep:
 
     @classmethod
     def of(
-        cls, optimizers: Sequence[Optimizer], copies: Copies, device: torch.device, *, fold: bool
+        cls,
+        optimizers: Sequence[Optimizer],
+        copies: Copies,
+        device: torch.device,
+        *,
+        fold: bool,
+        stages: Stages | None = None,
     ) -> FoldedStep | None:
-        """For one optimizer that the pass can stand in for, else None."""
+        """For one optimizer that the pass can stand in for, else None. `stages`: see `AdamPass`."""
         if len(optimizers) != 1 or not can_pass(optimizers[0]):
             return None
         if not all_fit(optimizers[0], copies):
             return None
-        return cls(optimizers[0], copies, device, fold=fold)
+        return cls(optimizers[0], copies, device, fold=fold, stages=stages)
 
     # ------------------------------------------------------------------ one window
 

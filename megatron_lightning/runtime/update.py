@@ -93,7 +93,13 @@ class ParameterUpdate:
         balance = model.expert_balance  # one that follows loads asks at once for empty windows
         follows = balance is not None and balance.follows_loads
         if isinstance(model.buckets, GradientBuckets) and not follows:
-            self._folded = FoldedStep.of(self.optimizers, self._copies, mesh.device, fold=fold)
+            self._folded = FoldedStep.of(
+                self.optimizers,
+                self._copies,
+                mesh.device,
+                fold=fold,
+                stages=shards.stages if isinstance(shards, ParameterShards) else None,
+            )
 
     def _copies(self) -> Mapping[Parameter, Tensor]:
         """The weight, or part of one, that each master is rounded to."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_lightning.config import DataParallelConfig, MoEConfig
 from megatron_lightning.layers import kernels
-from megatron_lightning.optim import adam_pass
+from megatron_lightning.optim import adam_pass, shards
 from megatron_lightning.runtime import folded_step
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
@@ -52,8 +52,11 @@ def update(
         return
     lr, decay = options["lr"], options["weight_decay"]
     beta1, beta2 = options["beta1"], options["beta2"]
-    for row, (first, second) in zip(table.tolist(), corrections, strict=True):
+    rows = table.tolist()
+    for number in tensor_of.unique().tolist():  # a stage's
+        row, (first, second) = rows[number], corrections[number]
         size = row[-1]
+        assert int((tensor_of == number).sum()) == -(-size // 64)
         p, grad, m, v = (_memory(address, size) for address in row[:4])
         grad = grad * factor
         if options["decoupled"]:
@@ -105,12 +108,25 @@ def train_with_pass(rank: int, world_size: int, run: Run, fold: bool) -> dict[st
         steps.append(self.is_rounded and folds == (fold and len(steps) not in run.keep_gradients))
 
     folded_step.FoldedStep.before_step = counted  # type: ignore[method-assign]
+    given: list[int] = []
+    give = shards._give
+
+    def noted(made: Any) -> None:
+        given.append(id(made))
+        give(made)
+
+    shards._give = noted
     result = train(rank, world_size, run)
     assert steps == [True] * run.steps
+    data_parallel = run.layout.get("data_parallel")
+    if data_parallel is not None:  # each bucket in each step, as soon as it is updated
+        assert len(given) == run.steps * len(set(given))
+        assert (len(set(given)) > 3) is (data_parallel.bucket_size == 10_000)
     return result
 
 
 ZERO = dict(data_parallel=DataParallelConfig(sharding="optimizer"))
+STAGED = dict(data_parallel=DataParallelConfig(sharding="optimizer", bucket_size=10_000))
 BF16 = dict(precision="bf16-mixed")
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool]] = {
     "one_fp32": (1, {}, {}, True),
@@ -123,6 +139,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool]] = {
         True,
     ),
     "zero_dp2_bf16": (2, ZERO, BF16, True),
+    "zero_dp2_bf16_stages": (2, STAGED, BF16, True),
     "zero_dp2_fp32_read": (2, ZERO, {}, False),
     "pp2_bf16": (2, dict(pipeline_parallel_size=2, micro_batch_size=2), BF16, True),
 }

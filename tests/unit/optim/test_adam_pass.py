@@ -5,6 +5,7 @@ GPU.
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,49 @@ def check(device: str, kind: type[torch.optim.Adam], decay: float, *, rounds_ali
     assert not torch.equal(before, own[0])
 
 
+def check_stages(device: str) -> None:
+    """Two groups in stages give what they give at once, and a stage's end finds its own done."""
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    results = []
+    for stages in ((), ((2,), (1, 3), (0,)), ((), (3,))):
+        own = [Parameter(value.to(device, copy=True)) for value in values]
+        copies = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in own}
+        optimizer = torch.optim.AdamW(
+            [{"params": own[:2]}, {"params": own[2:], "weight_decay": 0.0}],
+            lr=1e-2,
+            fused=device == "cuda",
+        )
+        done: list[list[int]] = []
+
+        def stage(members: tuple[int, ...], state: Any = (own, copies, done)) -> adam_pass.Stage:
+            own, copies, done = state
+            return [own[i] for i in members], lambda: done.append(
+                [i for i, parameter in enumerate(own) if bool(copies[parameter].any())]
+            )
+
+        step = AdamPass(optimizer, lambda c=copies: c, lambda s=stages, f=stage: [*map(f, s)])
+        for _ in range(2):
+            for parameter, grad in zip(own, grads, strict=True):
+                parameter.grad = grad.to(device, copy=True)
+            one = torch.ones((), device=device)
+            assert step.is_last
+            assert step.take(one, one, keep=False)
+            optimizer.step()
+        first = [sorted(sum(stages[: i + 1], ())) for i in range(len(stages))]
+        assert done == first + [[0, 1, 2, 3]] * len(stages)
+        results.append([*own, *copies.values()])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
+def test_stages_on_cuda() -> None:
+    check_stages("cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
@@ -83,11 +127,12 @@ def test_step_on_cuda(kind: type[torch.optim.Adam]) -> None:
 INTERPRETED = """
 import torch
 from megatron_lightning.optim import adam_pass
-from tests.unit.optim.test_adam_pass import check
+from tests.unit.optim.test_adam_pass import check, check_stages
 
 adam_pass.can_run = lambda tensor: True
 check("cpu", torch.optim.AdamW, 0.1, rounds_alike=False)
 check("cpu", torch.optim.Adam, 0.05, rounds_alike=False)
+check_stages("cpu")
 """
 
 
