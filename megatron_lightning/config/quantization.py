@@ -14,6 +14,8 @@ ProductKernels = Literal["torch", "transformer_engine"]
 
 REAL_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise")
 """Recipes that run on the GPU's FP8 units; the others are simulated."""
+ROW_EXPERTS = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
+"""Recipes that give experts a scale for each row, whatever they give linear layers."""
 ENGINE_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise")
 """Those that run by Transformer Engine."""
 
@@ -39,13 +41,15 @@ class QuantizationConfig:
     keep_last: int = 1
     """Layers at its end that stay so."""
     experts: bool = False
-    """Experts of a mixture too, one after the other: the host waits for their counts, so that on a
-    GPU this is slow. With fp8_delayed they are scaled by their own largest values."""
+    """Experts of a mixture too. With fp8_tensorwise, fp8_delayed and fp8_rowwise their forward
+    products and input gradients are in E4M3 with a scale for each row, on compute capability 9.0
+    all experts in one product. With other recipes one expert comes after the other and the host
+    waits for their counts, which on a GPU is slow."""
     exclude: Sequence[str] = ()
     """Globs over names of linear layers that stay so too, e.g. "*.linear_proj"."""
     gradient_format: GradientFormat | None = None
     """FP8 format of output gradients: e5m2 (wide range) or e4m3. None: e5m2, but e4m3 for
-    fp8_blockwise and mxfp8. Without meaning for nvfp4."""
+    fp8_blockwise, mxfp8 and experts with a scale for each row. Without meaning for nvfp4."""
     amax_history_length: int = 1024
     """fp8_delayed: steps whose largest values a scale covers."""
     margin: int = 0
@@ -60,6 +64,11 @@ class QuantizationConfig:
     """fp8_tensorwise with sharding="optimizer" and masters: what the optimizer has updated is
     gathered in eight bits for these layers, half the bytes. Training is the same, but whoever else
     reads the weights (exports, averages) sees them rounded; masters and checkpoints are not."""
+
+    @property
+    def scales_rows_of_experts(self) -> bool:
+        """Whether experts have a scale for each row and are multiplied all at once."""
+        return self.experts and self.recipe in ROW_EXPERTS
 
     @property
     def gradient(self) -> GradientFormat:
@@ -93,6 +102,12 @@ class QuantizationConfig:
                 f"quantization.fp8_gather=True with recipe={self.recipe!r}, experts={self.experts},"
                 f" kernels={self.kernels!r}: it knows the scales of recipe='fp8_tensorwise',"
                 " experts=False, kernels='torch' only; use these, or fp8_gather=False"
+            )
+        if self.scales_rows_of_experts and self.gradient_format == "e5m2":
+            problems.append(
+                f"quantization.gradient_format='e5m2' with recipe={self.recipe!r}, experts=True:"
+                " products of experts take e4m3; leave it at None (experts e4m3, linear layers"
+                " e5m2), or set experts=False"
             )
         problems += self._kernel_problems()
         if self.gradient_format not in (None, *get_args(GradientFormat)):

@@ -29,6 +29,7 @@ from megatron_lightning.parallel.quantized import (
     WeightClock,
     largest_over,
 )
+from megatron_lightning.parallel.quantized_experts import RowScaledExperts
 from megatron_lightning.parallel.quantized_region import announce
 from megatron_lightning.parallel.rounding_noise import RoundingNoise
 from megatron_lightning.parallel.streams import Streams
@@ -39,6 +40,7 @@ from megatron_lightning.precision.fp8 import (
     FP8TensorRecipe,
     device_problem,
 )
+from megatron_lightning.precision.grouped import ExpertRecipe
 from megatron_lightning.precision.operands import (
     BlockRecipe,
     MXFP8Recipe,
@@ -271,9 +273,20 @@ def _experts(
     clock: WeightClock,
     seed: int,
     keeps_weights: bool,
-) -> QuantizedExperts:
-    """One set of products for each expert held, by its number in the whole layer."""
+) -> QuantizedExperts | RowScaledExperts:
+    """Products of all experts held; or one set for each of them, by its number in the whole
+    layer.
+    """
     axis = mesh.axis("etp")
+    kind = _kind(split, len(row.global_shape)) if axis.size > 1 else "none"
+    if config.scales_rows_of_experts:
+        return RowScaledExperts(
+            recipe=ExpertRecipe(simulate=config.simulate),
+            split=kind,
+            axis=axis,
+            clock=clock,
+            keeps_weights=keeps_weights,
+        )
     products = []
     for expert in range(row.offsets[0], row.offsets[0] + row.sizes[0]):
         one = replace(
@@ -285,7 +298,7 @@ def _experts(
         products.append(
             QuantizedProducts(
                 recipe=_recipe(config, name, None, seed),
-                split=_kind(split, len(row.global_shape)) if axis.size > 1 else "none",
+                split=kind,
                 tensor_axis=axis,
                 context_axis=MeshAxis(name="context"),  # rows come from everywhere
                 splits_sequence=False,

@@ -20,7 +20,13 @@ from megatron_lightning.precision.formats import (
     cast_fp8,
     power_of_two_scale,
 )
-from megatron_lightning.precision.operands import by_blocks, largest, row_largest
+from megatron_lightning.precision.operands import (
+    Reduce,
+    by_blocks,
+    identity,
+    largest,
+    row_largest,
+)
 from megatron_lightning.utils.logging import is_installed
 
 _MULTIPLE = 16
@@ -163,6 +169,22 @@ def cast_columns(x: Tensor, amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return fp8_blocks.cast_columns(x, amax, FP8_DTYPES[name], FP8_MAX[name], rows)
     scale, inverse = scales_of(amax, name)
     return cast_rows(x.t().contiguous(), scale, name), inverse
+
+
+def cast_stack_columns(weight: Tensor, name: str, reduce: Reduce) -> tuple[Tensor, Tensor]:
+    """Stacked matrices (E, N, K), contiguous, each transposed in FP8, (E, K, N), each row by its
+    own largest value, which `reduce` takes over ranks; and 1 / scale (E, K, 1).
+    """
+    if _casts_by_kernel(weight):
+        from megatron_lightning.precision.kernels import fp8_stacks
+
+        amax = None if reduce is identity else reduce(fp8_stacks.column_largest(weight))
+        return fp8_stacks.cast_columns(weight, amax, FP8_DTYPES[name], FP8_MAX[name])
+    turned = weight.transpose(1, 2).contiguous()
+    rows = turned.flatten(0, 1)
+    scale, inverse = scales_of(reduce(row_largest_of(rows)), name)
+    values = cast_rows(rows, scale, name)[:, : turned.shape[2]]
+    return values.view(turned.shape), inverse.view(*turned.shape[:2], 1)
 
 
 def cast_blocks(

@@ -20,7 +20,6 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
 from megatron_lightning.layers.gated_silu import weighted_gated_silu
 from megatron_lightning.layers.mlp import activation_of, silu_gated
-from megatron_lightning.parallel.quantized import QuantizedExperts
 from megatron_lightning.parallel.random import Constant, Initial, Normal
 
 _ALIGNMENT_BYTES = 16
@@ -34,6 +33,22 @@ class DefersGradient(Protocol):
         ...
 
 
+class LowPrecision(Protocol):
+    """Products of stacked experts in low precision, see `parallel/quantized_experts.py`."""
+
+    def __call__(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None],
+    ) -> Tensor:
+        """See `expert_product`. `weight_gradient(gradient, rows, weight, counts)` gives the
+        weight's in the precision of the run, or None once it is taken care of.
+        """
+        ...
+
+
 class ExpertLinear(nn.Module):
     """Row r of expert e: W_e x_r + b_e, with a weight of global shape (E, *output_shape,
     in_features).
@@ -41,7 +56,7 @@ class ExpertLinear(nn.Module):
 
     weight_sink: DefersGradient | None = None
     """Set when the schedule splits backwards: may put off the weight's gradient."""
-    quantized_experts: QuantizedExperts | None = None
+    quantized_experts: LowPrecision | None = None
     """Set where the products run in low precision."""
     adapters: nn.Module | None
     """Low-rank adapters, see `layers/lora.py`: (rows, output, counts) -> output."""
@@ -74,7 +89,8 @@ class ExpertLinear(nn.Module):
         num_experts, *output_shape, in_features = self.weight.shape
         weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
         if self.quantized_experts is not None:
-            y = self.quantized_experts(rows, weight, counts)
+            gradient = partial(_weight_gradient, self.weight_sink)
+            y = self.quantized_experts(rows, weight, counts, gradient)
         elif self.weight_sink is None:
             y = expert_product(rows, weight, counts)
         else:
@@ -125,6 +141,14 @@ def expert_weight_gradient(grad: Tensor, rows: Tensor, like: Tensor, counts: Ten
     return torch.stack([dy.t() @ x for dy, x in pairs])
 
 
+def _weight_gradient(
+    sink: DefersGradient | None, grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor
+) -> Tensor | None:
+    """`expert_weight_gradient`, or None where `sink` took it."""
+    multiply = partial(expert_weight_gradient, grad, rows, weight, counts)
+    return None if sink is not None and sink.defer_call(multiply) else multiply()
+
+
 class _PutOff(torch.autograd.Function):
     """`expert_product`, whose weight's gradient may be computed later."""
 
@@ -144,8 +168,7 @@ class _PutOff(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = expert_product(grad, weight.transpose(-2, -1), counts)
         if ctx.needs_input_grad[1]:
-            multiply = partial(expert_weight_gradient, grad.contiguous(), rows, weight, counts)
-            grad_weight = None if ctx.sink.defer_call(multiply) else multiply()
+            grad_weight = _weight_gradient(ctx.sink, grad.contiguous(), rows, weight, counts)
         return grad_rows, grad_weight, None, None
 
 

@@ -1,0 +1,147 @@
+"""Experts whose forward products and input gradients take factors of eight bits, all in one product
+(`precision/grouped.py`).
+
+Weight gradients stay in the precision of the run: a scale for each row of each expert would take
+two more passes over tokens and gradients, which cost what the product would gain. So the input is
+kept as it came. Weights are rounded once in a window, for each product when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.quantized import TensorSplit, WeightClock, largest_over
+from megatron_lightning.precision.grouped import ExpertRecipe
+from megatron_lightning.precision.operands import Operand, Reduce, identity
+
+WeightGradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+"""(R, N) gradient, (R, K) input, (E, N, K) weight, (E,) counts -> (E, N, K), or None once it is
+taken care of."""
+
+
+@dataclass
+class _Rounded:
+    """An operand of the weight, and what it was made of."""
+
+    key: tuple[int, ...] = ()
+    operand: Operand | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class RowScaledExperts:
+    """What a layer of experts holds to run in FP8 with a scale for each row."""
+
+    recipe: ExpertRecipe
+    split: TensorSplit
+    axis: MeshAxis
+    """Tensor axis of experts."""
+    clock: WeightClock
+    keeps_weights: bool = True
+    """False: round weights at each use (fully sharded ones come and go)."""
+    _itself: _Rounded = field(default_factory=_Rounded, repr=False)
+    _transposed: _Rounded = field(default_factory=_Rounded, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowScaledExperts:
+        """The same without rounded weights, for a copy of the layer."""
+        return RowScaledExperts(
+            recipe=self.recipe,
+            split=self.split,
+            axis=self.axis,
+            clock=self.clock,
+            keeps_weights=self.keeps_weights,
+        )
+
+    def __call__(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, weight_gradient: WeightGradient
+    ) -> Tensor:
+        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N)."""
+        return _outside_of_regions(self, rows, weight, counts, weight_gradient)
+
+    def run(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, weight_gradient: WeightGradient
+    ) -> Tensor:
+        """See `__call__`."""
+        keeps = weight.requires_grad and torch.is_grad_enabled()
+        return _Experts.apply(rows, weight, counts, self, weight_gradient, keeps)
+
+    def forward(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """The product with each expert's weight."""
+        x = self.recipe.tokens(rows.contiguous(), "input", self._over("rows"))
+        w = self._weight(self._itself, weight, self.recipe.weight, "rows")
+        return self.recipe.product(x, w, counts, rows.dtype, forward=True)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """The product with each expert's transposed weight."""
+        g = self.recipe.tokens(grad.contiguous(), "gradient", self._over("columns"))
+        w = self._weight(self._transposed, weight, self.recipe.transposed, "columns")
+        return self.recipe.product(g, w, counts, grad.dtype, forward=False)
+
+    def _weight(
+        self,
+        place: _Rounded,
+        weight: Tensor,
+        make: Callable[[Tensor, Reduce], Operand],
+        summed: TensorSplit,
+    ) -> Operand:
+        key = (self.clock.time, weight._version, weight.data_ptr())
+        if place.operand is not None and place.key == key:
+            return place.operand
+        place.operand = None  # before the new one takes memory
+        operand = make(weight.contiguous(), self._over(summed))
+        if self.keeps_weights:
+            place.key, place.operand = key, operand
+        return operand
+
+    def _over(self, summed: TensorSplit) -> Reduce:
+        """Largest values over ranks, where they hold other parts of the summed dim."""
+        if self.split != summed or self.axis.size == 1:
+            return identity
+        return partial(largest_over, axes=[self.axis])
+
+
+def _run(
+    experts: RowScaledExperts,
+    rows: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    weight_gradient: WeightGradient,
+) -> Tensor:
+    return experts.run(rows, weight, counts, weight_gradient)
+
+
+_outside_of_regions: Any = torch.compiler.disable(_run)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        experts: RowScaledExperts,
+        weight_gradient: WeightGradient,
+        keeps: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(rows if keeps else None, weight, counts)
+        ctx.experts, ctx.weight_gradient = experts, weight_gradient
+        return experts.forward(rows, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, counts = ctx.saved_tensors
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = ctx.experts.input_gradient(grad, weight, counts)
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.weight_gradient(grad.contiguous(), rows, weight, counts)
+        return grad_rows, grad_weight, None, None, None, None
