@@ -97,7 +97,7 @@ def read(
             [sums.tokens.double(), torch.stack([sums.num_tokens, sums.dropped]).double()]
         )
         losses = torch.stack([sums.entropy, sums.aux_loss, sums.z_loss]).double()
-        forwards = losses.new_tensor([sums.num_forwards / router.tokens_axis.size])
+        forwards = (sums.num_forwards.double() / router.tokens_axis.size).view(1)
         values = all_reduce_(torch.cat([counts, losses, forwards]), mesh.axis("dp_cp_tp"))
         # tensor ranks without sequence parallelism hold equal tokens
         copies = mesh.axis("tp_cp").size // router.tokens_axis.size

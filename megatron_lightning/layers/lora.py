@@ -149,9 +149,10 @@ class LowRankExperts(nn.Module):
             num_experts, config.rank, output_shape, bias=False, initial=second, device="meta"
         )
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, each: int | None = None) -> Tensor:
         """See `ExpertLinear.forward`."""
-        return self.lora_b(self.lora_a(self.dropout(rows), counts), counts) * self.scale
+        inner = self.lora_a(self.dropout(rows), counts, each)
+        return self.lora_b(inner, counts, each) * self.scale
 
 
 class Adapters(nn.ModuleDict):
@@ -163,9 +164,9 @@ class Adapters(nn.ModuleDict):
         super().__init__(adapters)
         self.parts = parts
 
-    def forward(self, x: Tensor, y: Tensor, *counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, *counts: Tensor | int | None) -> Tensor:
         """Add to the layer's output `y` (..., *output_shape) what the adapters make of its input
-        `x`; `counts`: rows of each of stacked experts.
+        `x`; `counts`: rows of each of stacked experts, as of `ExpertLinear.forward`.
         """
         if self.parts is None:
             return y + self[WHOLE](x, *counts)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.layers.moe.balance import AuxiliaryWeight, update_expert_bias_
 from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.layers.moe.statistics import reset_all
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.mesh import ParallelMesh
 
@@ -45,7 +46,14 @@ class ExpertBalance:
 
     def begin_forward(self, weight: Tensor | float) -> None:
         """Before a training forward: the factor of the micro-batch's loss in the window's sum."""
-        self._weight.value = weight
+        self._weight.set(weight)
+        closed = [r.statistics for r in self._routers if r.statistics.is_closed]
+        if closed:  # here rather than in the layers, which may be replayed
+            reset_all(closed)
+
+    def hold_weight(self) -> None:
+        """Let graphs read the factor: see `AuxiliaryWeight.hold`."""
+        self._weight.hold(self._mesh.device)
 
     @torch.no_grad()
     def finish_window(self, *, follow: bool = True) -> None:

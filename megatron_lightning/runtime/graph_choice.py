@@ -24,8 +24,8 @@ _NOT_CUDA = (
 def graph_layers(
     network: nn.Module, plan: ParallelPlan, streams: Streams | None, device: torch.device
 ) -> LayerGraphs | None:
-    """Let each layer run as graphs; of one with experts, whose numbers of tokens change, its
-    attention. None on the CPU, with a warning.
+    """Let each layer run as graphs; of one whose experts wait for the host, its attention. None on
+    the CPU, with a warning.
     """
     if device.type != "cuda":
         warn_once(_NOT_CUDA)
@@ -36,14 +36,17 @@ def graph_layers(
 
 
 def add_layers(graphs: LayerGraphs, network: nn.Module, plan: ParallelPlan) -> None:
-    """Choose what runs as graphs: the layers, or the attention of those with experts."""
+    """Choose what runs as graphs: the layers, or the attention of those whose experts wait for the
+    host.
+    """
     for path, layer in layers_of(network, plan):
-        has_experts = any(isinstance(module, MoELayer) for module in layer.modules())
+        experts = [module for module in layer.modules() if isinstance(module, MoELayer)]
+        if all(module.is_static for module in experts):
+            graphs.add(layer, path)
+            continue
         attention = dict(layer.named_children()).get("self_attention")
-        module = attention if has_experts else layer
-        if module is None:
+        if attention is None:
             warn_once(f"runtime.cuda_graphs='layers': {path} has experts and runs without graphs")
             continue
-        graphs.add(module, f"{path}.self_attention" if has_experts else path)
-        if has_experts:
-            graphs.inner_modules.append(module)
+        graphs.add(attention, f"{path}.self_attention")
+        graphs.inner_modules.append(attention)

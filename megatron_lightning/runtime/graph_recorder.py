@@ -19,6 +19,10 @@ Replay = Callable[[], None]
 class Recorder(Protocol):
     """Makes graphs."""
 
+    def begin(self) -> None:
+        """Before the graphs of a kind of micro-batch are recorded."""
+        ...
+
     def record(
         self, function: Callable[[], T], generators: Sequence[torch.Generator]
     ) -> tuple[Replay, T]:
@@ -39,6 +43,12 @@ class CudaRecorder:
                 square = torch.zeros(16, 16, device=device, dtype=dtype)
                 torch.mm(square, square)
         torch.cuda.current_stream(device).wait_stream(self._stream)
+
+    def begin(self) -> None:
+        """See `Recorder.begin`. What micro-batches without graphs used is given back: graphs take
+        as much from elsewhere, and an allocator gives nothing back while it records.
+        """
+        torch.cuda.empty_cache()
 
     def record(
         self, function: Callable[[], T], generators: Sequence[torch.Generator]

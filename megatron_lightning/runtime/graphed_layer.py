@@ -133,12 +133,15 @@ class GraphedLayer:
         slots: Sequence[Slot],
         generators: Sequence[torch.Generator],
         order: int,
+        state: tuple[bool, ...],
     ) -> None:
         """`parameters` that are trained, and `slots` where their gradients are summed."""
         self._graphs, self._recorder = graphs, recorder
         self._parameters, self._slots, self._generators = parameters, slots, generators
         self.order = order
         """Place among the layers of the set, in forward."""
+        self.state = state
+        """The region's when it was recorded."""
         self.signature: Signature = ()
         self._shared: list[tuple[int, str, Shared]] = []
         self._input = self._output = self._made = torch.empty(0)

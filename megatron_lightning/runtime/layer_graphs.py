@@ -7,20 +7,18 @@ with one warning.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
-from megatron_lightning.layers.dropout import Dropout, Jitter
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Slot
 from megatron_lightning.parallel.recompute import add_region
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.runtime.graph_recorder import Recorder
+from megatron_lightning.runtime.graph_region import GraphRegion
 from megatron_lightning.runtime.graphed_layer import GraphedLayer, GraphSet, signature_of
 from megatron_lightning.utils.logging import warn_once
 
@@ -29,6 +27,8 @@ WARM_MICRO_BATCHES = 2
 MAX_SETS = 8
 """Kinds that are recorded; each holds memory for inputs and outputs of all layers."""
 _MAX_RESTARTS = 3
+_LONG_MICRO_BATCHES = 100
+"""Graphs that lived so long have paid: to make them anew is no loss."""
 
 
 class LayerGraphs:
@@ -43,8 +43,9 @@ class LayerGraphs:
         self._regions: list[GraphRegion] = []
         self._sets: dict[Any, GraphSet] = {}
         self._slots: Mapping[int, Slot] = {}
-        self._mark: tuple[tuple[int, bool], ...] = ()
-        self._restarts = 0
+        self._mark: tuple[int, ...] = ()
+        self._restarts = self._restarted = 0
+        self._stale = False
         self._begun = self._chosen = False
         self._first = False
         self._current: GraphSet | None = None
@@ -78,24 +79,32 @@ class LayerGraphs:
         self.micro_batch += 1
         self._begun, self._current, self._position = True, None, -1
         self._chosen = False
-        self._first = not any(slot.filled for slot in self._slots.values())
         if self._buckets is None:
             return
         tensors = [*self._buckets.buffers]
         for region in self._regions:
-            tensors += region.parameters
-        mark = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors)
-        if mark != self._mark:
-            self._restarts += bool(self._sets)
+            tensors += region.tensors()
+        mark = tuple(tensor.data_ptr() for tensor in tensors)
+        if mark != self._mark or self._stale:
+            self._count_restart()
             self._drop()
             self._mark = mark
             self._slots = {id(slot.parameter): slot for slot in self._buckets.slots.values()}
             if self._restarts > _MAX_RESTARTS:
                 warn_once(
-                    "runtime.cuda_graphs='layers': weights or their gradients have got other memory"
-                    f" more than {_MAX_RESTARTS} times, which makes graphs useless: layers run as"
-                    " ever from now on"
+                    "runtime.cuda_graphs='layers': weights or their gradients got other memory, or"
+                    f" were frozen, or modules put in other modes, more than {_MAX_RESTARTS} times"
+                    f" within {_LONG_MICRO_BATCHES} micro-batches each, which makes graphs useless:"
+                    " layers run as ever from now on"
                 )
+        self._first = not any(slot.filled for slot in self._slots.values())
+
+    def _count_restart(self) -> None:
+        if not self._sets:
+            return
+        lived = self.micro_batch - self._restarted
+        self._restarts = 1 if lived > _LONG_MICRO_BATCHES else self._restarts + 1
+        self._restarted = self.micro_batch
 
     def end_forward(self) -> None:
         """No layer is graphed outside of training forwards."""
@@ -122,6 +131,9 @@ class LayerGraphs:
         if layer is None and self._recording:
             layer = self._record(graphs, region, function, args, signature)
         if layer is None or layer.order <= self._position:
+            return function(*args)
+        if layer.state != region.state():
+            self._stale = True  # all graphs are made anew before the next micro-batch
             return function(*args)
         if not layer.fits(args, signature, self.micro_batch):
             return function(*args)
@@ -151,6 +163,10 @@ class LayerGraphs:
             graphs.seen += 1
             return
         self._current, self._recording = graphs, not graphs.layers
+        if self._recording:
+            if self._recorder is None:
+                self._recorder = self._make_recorder()
+            self._recorder.begin()
 
     def _record(
         self,
@@ -160,8 +176,7 @@ class LayerGraphs:
         args: tuple[Any, ...],
         signature: Any,
     ) -> GraphedLayer | None:
-        if self._recorder is None:
-            self._recorder = self._make_recorder()
+        assert self._recorder is not None
         trained = [p for p in region.parameters if p.requires_grad]
         differentiable = args[0].requires_grad or bool(trained)
         if not differentiable or any(id(p) not in self._slots for p in trained):
@@ -175,6 +190,7 @@ class LayerGraphs:
             slots,
             region.generators,
             len(graphs.layers),
+            region.state(),
         )
         try:
             layer.record(function, args, signature, self.micro_batch)
@@ -190,77 +206,8 @@ class LayerGraphs:
         self._sets = {}
         self._current = None
         self._recorder = None
+        self._stale = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGraphs:
         """Itself: a copy of a network runs as ever, since its parameters are not those of here."""
         return self
-
-
-class GraphRegion:
-    """What a graphed module runs its forward through."""
-
-    def __init__(
-        self, graphs: LayerGraphs, module: nn.Module, name: str, streams: Streams | None
-    ) -> None:
-        self._graphs = graphs
-        self.module = module
-        self.name = name
-        self.parameters: list[Parameter] = list(module.parameters())
-        inside = [(path, m) for path, m in module.named_modules() if path]
-        self._inside = inside
-        self._hooks = [
-            hooks
-            for _, m in inside
-            for hooks in (
-                m._forward_hooks,
-                m._forward_pre_hooks,
-                m._backward_hooks,
-                m._backward_pre_hooks,
-            )
-        ]
-        draws = any(isinstance(m, (Dropout, Jitter)) and m.draws for m in module.modules())
-        self.generators: Sequence[torch.Generator] = (
-            streams.generators() if draws and streams is not None else ()
-        )
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args)`."""
-        if kwargs or not isinstance(function, functools.partial):
-            return function(*args, **kwargs)
-        return _eagerly(self._graphs, self, function, args)
-
-    def reason(self, args: Sequence[Any]) -> str | None:
-        """Why a replay would not be what the layer does; None: it would."""
-        if any(self._hooks):
-            names = [
-                path
-                for path, m in self._inside
-                if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
-            ]
-            return f"hooks of {names or 'its modules'} would not be called by a graph"
-        if any(parameter._backward_hooks for parameter in self.parameters):
-            return "a hook on a parameter's gradient would not be called by a graph"
-        x = args[0]
-        if not isinstance(x, Tensor):
-            return f"its first argument is {type(x).__name__}, not a tensor"
-        if torch.is_autocast_enabled(x.device.type):
-            return "autocast keeps weights in memory of its own"
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Nothing: a copied network runs as ever."""
-        return _plainly
-
-
-def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def _run(
-    graphs: LayerGraphs, region: GraphRegion, function: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    return graphs.run(region, function, args)
-
-
-# Where a region lies in a compiled layer, that is cut around it.
-_eagerly: Any = torch.compiler.disable(_run)

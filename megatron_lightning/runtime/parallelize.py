@@ -126,6 +126,8 @@ def parallelize(
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
     model.networks = tuple(chunks)
     model.graphs = graphs
+    if graphs is not None and model.expert_balance is not None:
+        model.expert_balance.hold_weight()
     model.has_remote_experts = target.plan.has_experts and config.folds_experts
     if config.quantization is not None:
         model.quantization = apply_quantization(

@@ -5,24 +5,17 @@ from typing import Any
 import pytest
 
 from megatron_lightning.config import DataParallelConfig, RuntimeConfig
-from megatron_lightning.runtime import graph_choice, parallelize
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
+from tests.graphs_on_cpu import Tape, stand_in_for_graphs
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, train
-from tests.unit.runtime.test_layer_graphs import StandIn
 
 pytestmark = pytest.mark.slow
 
 
 def train_graphed(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     made: list[LayerGraphs] = []
-
-    def graphed(network: Any, plan: Any, streams: Any, device: Any) -> LayerGraphs:
-        made.append(LayerGraphs(StandIn, streams))
-        graph_choice.add_layers(made[-1], network, plan)
-        return made[-1]
-
-    parallelize.graph_layers = graphed  # in a process of its own
+    stand_in_for_graphs(Tape, made)  # in a process of its own
     found = train(rank, world_size, run)
     return found | {"replays": made[0].num_replays}
 

@@ -5,6 +5,7 @@ pytest tests/gpu/test_host_syncs.py -m gpu -s
 
 import traceback
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import DataParallelConfig, RuntimeConfig
+from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models.gpt import GPTModel
 from tests.harness import run_ranks_fresh
@@ -27,18 +28,21 @@ def with_positions(run: Run, index: int) -> dict[str, Tensor]:
 
 
 class Watch(L.Callback):
-    """Counts what torch reports as waiting, from the beginning of step 3 to that of step 6."""
+    """Counts what torch reports as waiting, from the beginning of a batch to that of the third
+    after it.
+    """
 
     reads_gradients = reads_parameters = False
 
-    def __init__(self) -> None:
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
         self.waits: list[str] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index == 3:
+        if index == self.begin:
             torch.set_warn_always(True)
             torch.cuda.set_sync_debug_mode("warn")
-        if index == 6:
+        if index == self.begin + 3:
             torch.cuda.set_sync_debug_mode("default")
 
     def show(self, message: Any, *_: Any, **__: Any) -> None:
@@ -56,7 +60,8 @@ def watched(rank: int, world_size: int, run: Run, accumulate: int) -> list[str]:
         SchedulerConfig(lr_decay_style="cosine", lr_warmup_steps=3, min_lr=1e-4),
         loss_normalization=run.normalization,
     )
-    watch = Watch()
+    graphed = run.layout.get("runtime", RuntimeConfig()).cuda_graphs != "none"
+    watch = Watch(8 if graphed else 3)  # when graphs are there
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
         callbacks=[watch],
@@ -88,18 +93,27 @@ CASES: dict[str, tuple[int, dict[str, Any], str, int]] = {
     "one": (1, {}, "token", 1),
     "one_micro_batches": (1, dict(micro_batch_size=2), "micro_batch", 2),
     "one_compiled": (1, COMPILED, "token", 1),
+    "one_graphs": (1, dict(runtime=RuntimeConfig(cuda_graphs="layers")), "token", 2),
+    "experts_dropless": (1, {}, "token", 1),
+    "experts_padded": (1, {}, "token", 2),
+    "experts_graphs": (1, dict(runtime=RuntimeConfig(cuda_graphs="layers")), "token", 2),
     "dp2": (2, {}, "token", 1),
     "dp2_zero": (2, ZERO, "token", 1),
     "tp2_sp": (2, dict(tensor_parallel_size=2, sequence_parallel=True), "token", 1),
 }
 
 
+DROPLESS = MoEConfig(num_experts=4, router_topk=2, aux_loss_coeff=1e-2, z_loss_coeff=1e-3)
+PADDED = replace(DROPLESS, capacity_factor=1.25, pad_to_capacity=True)
+EXPERTS = {"experts_dropless": DROPLESS, "experts_padded": PADDED, "experts_graphs": PADDED}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_never_waits_in_a_dense_step(case: str) -> None:
+def test_the_host_never_waits_in_a_step(case: str) -> None:
     world_size, layout, normalization, accumulate = CASES[case]
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    config = tiny_config(max_position_embeddings=16)
+    config = tiny_config(max_position_embeddings=16, moe=EXPERTS.get(case))
     run = Run(
         config=config,
         layout=layout,

@@ -28,6 +28,25 @@ class AuxiliaryWeight:
 
     def __init__(self) -> None:
         self.value: Tensor | float = 1.0
+        self._stays = False
+
+    def hold(self, device: torch.device) -> None:
+        """Keep the value in one place of the device's memory from now on: CUDA graphs read it
+        there. Each micro-batch's backward has to come before the next one's forward then.
+        """
+        self.value = torch.ones((), dtype=torch.float64, device=device)
+        self._stays = True
+
+    def set(self, value: Tensor | float) -> None:
+        """The value for the forwards that come."""
+        if not self._stays:
+            self.value = value
+            return
+        assert isinstance(self.value, Tensor)
+        if isinstance(value, Tensor) and value.device == self.value.device:
+            self.value.copy_(value)
+        else:
+            self.value.fill_(float(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AuxiliaryWeight:
         """Itself: copies of a network (weight averaging) run no backward."""

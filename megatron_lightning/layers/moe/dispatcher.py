@@ -23,6 +23,8 @@ class Dispatched:
     """(R,) weight of each row's output."""
     counts: Tensor
     """(E_local,) int64 rows of each expert, on the device."""
+    each: int | None = None
+    """Rows of each expert where these are equal, R of all, and known to the host; None: unequal."""
     kept: Any = None
     """What `combine` needs of `dispatch`."""
 
@@ -54,6 +56,7 @@ class LocalDispatcher:
             tokens=permute(hidden, order),
             probs=permute_probs(routing.probs, order),
             counts=order.counts,
+            each=routing.capacity,
             kept=order,
         )
 

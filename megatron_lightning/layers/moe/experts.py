@@ -59,7 +59,7 @@ class ExpertLinear(nn.Module):
     quantized_experts: LowPrecision | None = None
     """Set where the products run in low precision."""
     adapters: nn.Module | None
-    """Low-rank adapters, see `layers/lora.py`: (rows, output, counts) -> output."""
+    """Low-rank adapters, see `layers/lora.py`: (rows, output, counts, each) -> output."""
 
     def __init__(
         self,
@@ -82,21 +82,22 @@ class ExpertLinear(nn.Module):
         self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
         self.adapters = None
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, each: int | None = None) -> Tensor:
         """(R, in_features) sorted by expert, (E_local,) rows of each -> (R, *output_shape); shapes
-        are those of the tensors held. Rows behind the sum of `counts` may hold anything.
+        are those of the tensors held. Rows behind the sum of `counts` may hold anything. `each`:
+        how many rows each expert has, where they are equal and known to the host.
         """
         num_experts, *output_shape, in_features = self.weight.shape
         weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
         if self.quantized_experts is not None:
-            gradient = partial(_weight_gradient, self.weight_sink)
+            gradient = partial(_weight_gradient, self.weight_sink, each)
             y = self.quantized_experts(rows, weight, counts, gradient)
         elif self.weight_sink is None:
-            y = expert_product(rows, weight, counts)
+            y = expert_product(rows, weight, counts, each)
         else:
-            y = _PutOff.apply(rows, weight, counts, self.weight_sink)
+            y = _PutOff.apply(rows, weight, counts, each, self.weight_sink)
         y = y.unflatten(-1, output_shape)
-        return y if self.adapters is None else self.adapters(rows, y, counts)
+        return y if self.adapters is None else self.adapters(rows, y, counts, each)
 
     def bias_rows(self, num_rows: int, counts: Tensor) -> Tensor | None:
         """(R, *output_shape): each row its expert's bias, 0 behind the last; None without bias."""
@@ -122,19 +123,29 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
     return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
 
 
-def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor, each: int | None = None) -> Tensor:
     """(R, in) by expert, (E, N, in) -> (R, N)."""
     if can_group(rows, weight):
         ends = counts.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    if each is not None:
+        return torch.bmm(_stacked(rows, each), weight.transpose(-2, -1)).flatten(0, 1)
     return _one_by_one(rows, weight, counts)
 
 
-def expert_weight_gradient(grad: Tensor, rows: Tensor, like: Tensor, counts: Tensor) -> Tensor:
+def _stacked(rows: Tensor, each: int) -> Tensor:
+    return rows.unflatten(0, (-1, each))  # (E, each, ...)
+
+
+def expert_weight_gradient(
+    grad: Tensor, rows: Tensor, like: Tensor, counts: Tensor, each: int | None = None
+) -> Tensor:
     """Gradients (R, N) and inputs (R, in) by expert -> (E, N, in), as `like`."""
     if can_group(rows, like):
         ends = counts.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(grad.t(), rows, offs=ends)
+    if each is not None:
+        return torch.bmm(_stacked(grad, each).transpose(-2, -1), _stacked(rows, each))
     sizes: list[int] = counts.tolist()
     used = sum(sizes)
     pairs = zip(grad[:used].split(sizes), rows[:used].split(sizes), strict=True)
@@ -142,10 +153,15 @@ def expert_weight_gradient(grad: Tensor, rows: Tensor, like: Tensor, counts: Ten
 
 
 def _weight_gradient(
-    sink: DefersGradient | None, grad: Tensor, rows: Tensor, weight: Tensor, counts: Tensor
+    sink: DefersGradient | None,
+    each: int | None,
+    grad: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    counts: Tensor,
 ) -> Tensor | None:
     """`expert_weight_gradient`, or None where `sink` took it."""
-    multiply = partial(expert_weight_gradient, grad, rows, weight, counts)
+    multiply = partial(expert_weight_gradient, grad, rows, weight, counts, each)
     return None if sink is not None and sink.defer_call(multiply) else multiply()
 
 
@@ -154,22 +170,28 @@ class _PutOff(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, sink: DefersGradient
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        each: int | None,
+        sink: DefersGradient,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)
-        ctx.sink = sink
-        return expert_product(rows, weight, counts)
+        ctx.each, ctx.sink = each, sink
+        return expert_product(rows, weight, counts, each)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weight, counts = ctx.saved_tensors
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = expert_product(grad, weight.transpose(-2, -1), counts)
+            grad_rows = expert_product(grad, weight.transpose(-2, -1), counts, ctx.each)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(ctx.sink, grad.contiguous(), rows, weight, counts)
-        return grad_rows, grad_weight, None, None
+            factors = (grad.contiguous(), rows, weight, counts)
+            grad_weight = _weight_gradient(ctx.sink, ctx.each, *factors)
+        return grad_rows, grad_weight, None, None, None
 
 
 def _one_by_one(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -215,12 +237,22 @@ class GroupedExperts(nn.Module):
         """Experts whose weights this rank holds."""
         return self.linear_fc1.weight.shape[0]
 
-    def forward(self, tokens: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
+    def waits_for_counts(self, *, padded: bool) -> bool:
+        """Whether the host has to know how many rows each expert gets; `padded`: all get equally
+        many.
+        """
+        linears = [m for m in self.modules() if isinstance(m, ExpertLinear)]
+        weights = [m.weight.flatten(1, -2) for m in linears]
+        return not padded and not all(can_group(w[0], w) for w in weights)
+
+    def forward(
+        self, tokens: Tensor, counts: Tensor, probs: Tensor, each: int | None = None
+    ) -> Tensor:
         """(R, H) rows sorted by local expert, (E_local,) rows of each, (R,) their weights ->
         (R, H) weighted outputs. Rows behind the sum of `counts` may hold anything, and so do
-        their outputs.
+        their outputs. `each`: see `ExpertLinear.forward`.
         """
-        inner = self.linear_fc1(tokens, counts)  # (R, F) or gated (R, 2, F)
+        inner = self.linear_fc1(tokens, counts, each)  # (R, F) or gated (R, 2, F)
         bias = self.linear_fc1.bias_rows(len(tokens), counts)
         inner = inner if bias is None else inner + bias
         weight = probs.unsqueeze(-1)
@@ -228,7 +260,7 @@ class GroupedExperts(nn.Module):
             inner = weighted_gated_silu(inner, probs)  # (R, F)
         else:
             inner = _Weighted.apply(inner, probs, self.activation)
-        output = self.linear_fc2(inner, counts)
+        output = self.linear_fc2(inner, counts, each)
         bias = self.linear_fc2.bias_rows(len(tokens), counts)
         return output if bias is None else output + (bias * weight).to(output.dtype)
 

@@ -60,6 +60,15 @@ class MoELayer(nn.Module):
                 hidden, 1, bias=False, initial=inner, device=device
             )
 
+    @property
+    def is_static(self) -> bool:
+        """Whether all sizes follow from the input's, so that the host has nothing to wait for, and
+        everything runs on one stream: it may be recorded as a CUDA graph.
+        """
+        padded = self.router.config.pad_to_capacity
+        here = isinstance(self.dispatcher, LocalDispatcher) and self.side is None
+        return here and not self.experts.waits_for_counts(padded=padded)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
         if self.shared_experts is None:
@@ -81,7 +90,9 @@ class MoELayer(nn.Module):
         routing = self.router(hidden)
         tokens = hidden if self.latent_down is None else self.latent_down(hidden)
         dispatched = self.dispatcher.dispatch(tokens.flatten(0, 1), routing)
-        output = self.experts(dispatched.tokens, dispatched.counts, dispatched.probs)
+        output = self.experts(
+            dispatched.tokens, dispatched.counts, dispatched.probs, dispatched.each
+        )
         output = self.dispatcher.combine(output, dispatched)  # (T, H)
         output = output.view(*hidden.shape[:2], -1)
         return output if self.latent_up is None else self.latent_up(output)

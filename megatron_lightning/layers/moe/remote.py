@@ -129,10 +129,12 @@ class AllToAllDispatcher:
         rows = send_rows(rows[: counts.num_sent], counts, ranks)
         probs = send_rows(probs[: counts.num_sent], counts, ranks)
         received = _received_order(incoming, counts.num_received)
+        capacity = routing.capacity
         return Dispatched(
             tokens=_never_empty(permute(rows, received)),
             probs=_never_empty(permute_probs(probs.unsqueeze(1), received)),
             counts=received.counts,
+            each=None if capacity is None else capacity * ranks.both.size,
             kept=_Travelled(order=order, received=received, counts=counts),
         )
 

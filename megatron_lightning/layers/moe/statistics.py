@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,39 +33,30 @@ class RouterStatistics:
     """Sum over forwards of the auxiliary loss (times its coefficient), this rank's part of it."""
     z_loss: Tensor
     """Likewise of the z-loss."""
-    num_forwards: int = 0
+    num_forwards: Tensor
+    """int64, forwards that were added."""
     is_closed: bool = False
     """True after the end of a window: the next forward begins anew."""
 
     @classmethod
     def zeros(cls, num_experts: int, device: torch.device | str) -> RouterStatistics:
         """Nothing has come."""
-        counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=device)
+        counts = torch.zeros(num_experts + 3, dtype=torch.int64, device=device)
         sums = torch.zeros(3, dtype=torch.float32, device=device)
         entropy, aux_loss, z_loss = sums.unbind()
         return cls(
             tokens=counts[:num_experts],
             num_tokens=counts[num_experts],
             dropped=counts[num_experts + 1],
+            num_forwards=counts[num_experts + 2],
             entropy=entropy,
             aux_loss=aux_loss,
             z_loss=z_loss,
         )
 
-    @torch.no_grad()
     def reset(self) -> None:
         """Begin anew."""
-        for values in (
-            self.tokens,
-            self.num_tokens,
-            self.dropped,
-            self.entropy,
-            self.aux_loss,
-            self.z_loss,
-        ):
-            values.zero_()
-        self.num_forwards = 0
-        self.is_closed = False
+        reset_all([self])
 
     def close(self) -> None:
         """End the window; the sums stay until the next forward."""
@@ -85,12 +77,25 @@ class RouterStatistics:
         if self.is_closed:
             self.reset()
         self.tokens += tokens
-        self.num_tokens += num_tokens
-        self.entropy += torch.special.entr(scores).sum()
+        entropy = torch.special.entr(scores).sum()
+        sums = [(self.entropy, entropy), (self.aux_loss, aux_loss), (self.z_loss, z_loss)]
+        given = [(total, value.detach()) for total, value in sums if value is not None]
+        torch._foreach_add_([total for total, _ in given], [value for _, value in given])
         if dropped is not None:
             self.dropped += dropped.sum()
-        if aux_loss is not None:
-            self.aux_loss += aux_loss
-        if z_loss is not None:
-            self.z_loss += z_loss
-        self.num_forwards += 1
+        if isinstance(num_tokens, int):
+            torch._foreach_add_([self.num_tokens, self.num_forwards], [num_tokens, 1])
+        else:
+            self.num_tokens += num_tokens
+            self.num_forwards += 1
+
+
+@torch.no_grad()
+def reset_all(statistics: Sequence[RouterStatistics]) -> None:
+    """Let each begin anew."""
+    counts = [s for one in statistics for s in (one.num_tokens, one.dropped, one.num_forwards)]
+    losses = [s for one in statistics for s in (one.entropy, one.aux_loss, one.z_loss)]
+    torch._foreach_zero_([one.tokens for one in statistics] + counts)
+    torch._foreach_zero_(losses)
+    for one in statistics:
+        one.is_closed = False

@@ -1,7 +1,8 @@
 """When layers are recorded, replayed, dropped or left alone; on the CPU, where a stand-in for a
-graph runs the recorded function again on the same memory.
+graph repeats the recorded operations on the same memory.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,46 +16,23 @@ from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConf
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout
+from megatron_lightning.layers.moe import Router
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.flat import Slot
 from megatron_lightning.runtime import graph_choice, parallelize
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
-from tests import layout_runs
+from tests import graphs_on_cpu, layout_runs
+from tests.graphs_on_cpu import Tape, after_first, stand_in_for_graphs
 from tests.layout_runs import Run, assert_same_training, tiny_config, train
 
-
-class StandIn:
-    """Runs a function, and again at each replay but the first."""
-
-    def record(
-        self, function: Callable[[], Any], generators: Sequence[torch.Generator]
-    ) -> tuple[Callable[[], None], Any]:
-        result = function()
-        done = [True]
-
-        def replay() -> None:
-            if done:
-                done.clear()
-                return
-            again = function()
-            if isinstance(result, Tensor):
-                result.data.copy_(again)
-
-        return replay, result
-
-
 made: list[LayerGraphs] = []
+StandIn: Any = Tape
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def graphed(network: Any, plan: Any, streams: Any, device: Any) -> LayerGraphs:
-        graphs = LayerGraphs(StandIn, streams)
-        graph_choice.add_layers(graphs, network, plan)
-        made.append(graphs)
-        return graphs
-
-    monkeypatch.setattr(parallelize, "graph_layers", graphed)
+    monkeypatch.setattr(parallelize, "graph_layers", parallelize.graph_layers)  # restored
+    stand_in_for_graphs(lambda: StandIn(), made)
     yield
     made.clear()
 
@@ -96,7 +74,9 @@ def assert_bitwise(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     ],
     ids=["plain", "accumulate", "dropout", "unfused"],
 )
-def test_training_is_the_same(run: Run) -> None:
+def test_training_is_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    if run.config.attention_dropout:  # torch's default generator is exchanged by Python
+        monkeypatch.setattr(sys.modules[__name__], "StandIn", graphs_on_cpu.StandIn)
     found = train(0, 1, with_graphs(run))
     (graphs,) = made
     assert graphs.num_replays >= 4 * 6  # all micro-batches of a kind but the first two
@@ -119,6 +99,7 @@ def test_compiled_layers_are_recorded_as_they_are(
     experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moe = MoEConfig(num_experts=4, router_topk=2) if experts else None
+    monkeypatch.setattr(sys.modules[__name__], "StandIn", graphs_on_cpu.StandIn)
     run = run_of(steps=6, config=tiny_config(moe=moe), trainer=dict(limit_val_batches=0))
     layout = {**run.layout, "runtime": RuntimeConfig(compile_layers=True)}
     wanted = train(0, 1, Run(**{**vars(run), "layout": layout}))
@@ -142,6 +123,62 @@ def test_of_layers_with_experts_attention_alone_is_graphed() -> None:
         f"decoder.layers.{i}.self_attention" for i in range(4)
     ]
     assert_bitwise(found, train(0, 1, run))
+
+
+PADDED = MoEConfig(num_experts=4, router_topk=2, capacity_factor=1.25, pad_to_capacity=True)
+BALANCED = dict(
+    aux_loss_coeff=1e-1,
+    z_loss_coeff=1e-2,
+    expert_bias=True,
+    expert_bias_update_rate=1e-2,
+    router_score_function="sigmoid",
+)
+EXPERTS: dict[str, dict[str, Any]] = {
+    "probability": dict(aux_loss_coeff=1e-1),
+    "bias": dict(BALANCED, shared_expert_ffn_hidden_size=32, drop_policy="position"),
+    "global": dict(load_balancing="global_aux_loss", aux_loss_coeff=1e-1, input_jitter=0.1),
+    "sinkhorn": dict(load_balancing="sinkhorn", latent_size=32),
+}
+
+
+class Routers(layout_runs.Recorder):
+    """Keeps what routers counted and learned besides weights."""
+
+    seen: list[Any]
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        super().on_train_start(trainer, module)
+        Routers.seen = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args)
+        for router in (m for m in module.modules() if isinstance(m, Router)):
+            values = {k: v for k, v in vars(router.statistics).items() if k != "is_closed"}
+            values |= dict(router.named_buffers())
+            Routers.seen.append({name: value.tolist() for name, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [name if name == "bias" else pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS],
+)
+def test_experts_of_static_capacity_are_graphed(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routing, losses, statistics, dispatch, experts: whole layers, in which nothing waits."""
+    monkeypatch.setattr(layout_runs, "Recorder", Routers)
+    moe = dataclasses.replace(PADDED, **EXPERTS[options])
+    shape = dict(num_layers=2, moe=moe)
+    trainer = dict(accumulate_grad_batches=2)
+    run = run_of(config=tiny_config(**shape), trainer=trainer)
+    found = train(0, 1, with_graphs(run))
+    assert [region.name for region in made[0]._regions] == [f"decoder.layers.{i}" for i in (0, 1)]
+    assert made[0].num_replays == 2 * (2 * 2 * 8 - 2 * 2)  # of both kinds, two ran as ever
+    seen = Routers.seen
+    assert_bitwise(found, train(0, 1, run))
+    assert seen == Routers.seen
+    assert seen[-1]["num_forwards"] == 4
+    assert any(one["dropped"] for one in seen) == (options != "sinkhorn")  # which is even
 
 
 def two_lengths(run: Run, index: int) -> dict[str, Tensor]:
@@ -217,6 +254,9 @@ class Frozen:
     recording: list[bool] | None = None
     replaying: list[bool] | None = None
 
+    def begin(self) -> None:
+        pass
+
     def record(
         self, function: Callable[[], Any], generators: Sequence[torch.Generator]
     ) -> tuple[Callable[[], None], Any]:
@@ -224,19 +264,15 @@ class Frozen:
         Frozen.recording = chosen
         result = function()
         Frozen.recording = None
-        done = [True]
 
         def replay() -> None:
-            if done:
-                done.clear()
-                return
             Frozen.replaying = list(chosen)
             again = function()
             Frozen.replaying = None
             if isinstance(result, Tensor):
                 result.data.copy_(again)
 
-        return replay, result
+        return after_first(replay), result
 
 
 def frozen(method: Callable[..., Any]) -> Callable[..., Any]:
