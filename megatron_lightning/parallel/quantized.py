@@ -109,7 +109,8 @@ class QuantizedProducts:
             x = before(x)
         if self._in_region() and dim is None:
             keeps = weight.requires_grad and torch.is_grad_enabled()
-            return RegionLinear.apply(x, weight, bias, sums, keeps, self.recipe.layout)
+            parts = self.recipe.takes_parts
+            return RegionLinear.apply(x, weight, bias, sums, keeps, self.recipe.layout, parts)
         # Within the function gradients are off, and `needs_input_grad` knows nothing of `no_grad`.
         keeps = weight.requires_grad and torch.is_grad_enabled()
         return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
@@ -123,8 +124,10 @@ class QuantizedProducts:
 
     # ------------------------------------------------------------------ operands
 
-    def input(self, x: Tensor, *, part: bool, wanted: Wanted) -> Pair:
-        """Operands of the input (T, K); `part`: of this tensor rank's part of the sequence."""
+    def input(self, x: Tensor, *, part: bool, wanted: Wanted, parts: Tensor | None = None) -> Pair:
+        """Operands of the input (T, K); `part`: of this tensor rank's part of the sequence.
+        `parts`: largest values of its parts, where the recipe `takes_parts`.
+        """
         columns = [self.tensor_axis] if self.split == "rows" else []
         return self.recipe.pair(
             x,
@@ -132,10 +135,13 @@ class QuantizedProducts:
             over_rows=self._over(self._row_axes(part)),
             over_columns=self._over(columns),
             wanted=wanted,
+            **_given(parts),
         )
 
-    def gradient(self, grad: Tensor, wanted: Wanted, noise: Noise | None) -> Pair:
-        """Operands of the output's gradient (T, N)."""
+    def gradient(
+        self, grad: Tensor, wanted: Wanted, noise: Noise | None, parts: Tensor | None = None
+    ) -> Pair:
+        """Operands of the output's gradient (T, N); `parts` as of an input."""
         columns = [self.tensor_axis] if self.split == "columns" else []
         self._check_context_blocks(len(grad))
         if wanted[1]:
@@ -147,6 +153,7 @@ class QuantizedProducts:
             over_columns=self._over(columns),
             noise=noise,
             wanted=wanted,
+            **_given(parts),
         )
 
     def weight(self, weight: Tensor, wanted: Wanted) -> Pair:
@@ -221,6 +228,10 @@ class QuantizedProducts:
                 f" multiple of {block}, exclude layers whose weight is not split by name, or use a"
                 " recipe without blocks"
             )
+
+
+def _given(parts: Tensor | None) -> dict[str, Any]:
+    return {} if parts is None else {"parts": parts}
 
 
 def largest_over(amax: Tensor, *, axes: list[MeshAxis]) -> Tensor:

@@ -40,14 +40,17 @@ def _products_of(weight: Tensor) -> QuantizedProducts:
 
 @torch.library.custom_op("megatron_lightning::quantized_linear", mutates_args=())
 def quantized_linear(
-    x: Tensor, weight: Tensor, keeps: bool, layout: str
+    x: Tensor, weight: Tensor, keeps: bool, layout: str, parts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(..., in), (out, in) -> (..., out), and with `keeps` values and scale of the transposed input
-    for the backward pass. `layout`: of the recipe's scales.
+    for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest absolute
+    values of parts of the input, None: they are to be found.
     """
     products = _products_of(weight)
     rows = x.reshape(-1, x.shape[-1])
-    itself, transposed = products.input(rows, part=products.splits_sequence, wanted=(True, keeps))
+    itself, transposed = products.input(
+        rows, part=products.splits_sequence, wanted=(True, keeps), parts=parts
+    )
     factor = products.weight(weight, (True, False)).itself
     assert itself is not None
     assert factor is not None
@@ -62,7 +65,9 @@ def quantized_linear(
 
 
 @quantized_linear.register_fake
-def _(x: Tensor, weight: Tensor, keeps: bool, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, keeps: bool, layout: str, parts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     if not keeps:
         return y, x.new_empty(0), x.new_empty(0)
@@ -88,13 +93,15 @@ def quantized_gradients(
     needs_x: bool,
     needs_weight: bool,
     sums: bool,
+    parts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of (..., out) and what `quantized_linear` kept -> gradients of the input and of the
-    weight; empty where it isn't needed, or with `sums` has gone to its sum.
+    weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the
+    gradient, see `quantized_linear`.
     """
     products = _products_of(weight)
     rows = grad.reshape(-1, grad.shape[-1])
-    itself, of_rows = products.gradient(rows, (needs_x, needs_weight), None)
+    itself, of_rows = products.gradient(rows, (needs_x, needs_weight), None, parts)
     grad_x, grad_weight = grad.new_empty(0), grad.new_empty(0)
     if needs_x:
         factor = products.weight(weight, (False, True)).transposed
@@ -119,6 +126,7 @@ def _(
     needs_x: bool,
     needs_weight: bool,
     sums: bool,
+    parts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     grad_x = grad.new_empty((*grad.shape[:-1], weight.shape[1]) if needs_x else (0,))
     made = needs_weight and not sums
@@ -126,7 +134,10 @@ def _(
 
 
 class RegionLinear(torch.autograd.Function):
-    """`(x, weight, bias, sums, keeps, layout)` -> the layer's output."""
+    """`(x, weight, bias, sums, keeps, layout, takes_parts)` -> the layer's output.
+
+    Largest values of rows are found by the region, which does it where it writes the rows.
+    """
 
     @staticmethod
     def forward(
@@ -137,11 +148,13 @@ class RegionLinear(torch.autograd.Function):
         sums: bool,
         keeps: bool,
         layout: str,
+        takes_parts: bool,
     ) -> Tensor:
         """See `quantized_linear`."""
-        y, values, scale = quantized_linear(x, weight, keeps, layout)
+        parts = largest_of_rows(x) if takes_parts else None
+        y, values, scale = quantized_linear(x, weight, keeps, layout, parts)
         ctx.save_for_backward(weight, values, scale)
-        ctx.sums = sums
+        ctx.sums, ctx.takes_parts = sums, takes_parts
         return y if bias is None else y + bias
 
     @staticmethod
@@ -154,10 +167,18 @@ class RegionLinear(torch.autograd.Function):
         if needs_x or needs_weight:
             sums = ctx.sums and needs_x  # an operation without a result would be left out
             ticket = torch.empty(0, device=grad.device)
+            parts = largest_of_rows(grad) if ctx.takes_parts else None
             grad_x, grad_weight = quantized_gradients(
-                grad, values, scale, weight, ticket, needs_x, needs_weight, sums
+                grad, values, scale, weight, ticket, needs_x, needs_weight, sums, parts
             )
             grad_x = grad_x if needs_x else None
             grad_weight = grad_weight if needs_weight and not sums else None
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def largest_of_rows(x: Tensor) -> Tensor:
+    """Largest absolute values along the last dim, in the dtype of `x`: those of its rounded values,
+    even where the region has not rounded them yet.
+    """
+    return x.abs().amax(dim=-1).contiguous()

@@ -26,6 +26,7 @@ from megatron_lightning.precision.fp8_casts import (
     row_largest_of,
     scale_rows,
     scales_of,
+    scales_of_parts,
 )
 from megatron_lightning.precision.operands import (
     BOTH,
@@ -70,6 +71,7 @@ class FP8TensorRecipe(TensorRecipe):
     """One scale for a tensor: of its own largest value, or by `delayed` of those before."""
 
     layout = "tensor"
+    takes_parts = True
 
     def __init__(self, gradient: str, delayed: DelayedRecipe | None = None) -> None:
         super().__init__(gradient)
@@ -85,17 +87,24 @@ class FP8TensorRecipe(TensorRecipe):
         over_columns: Reduce = identity,
         noise: Noise | None = None,
         wanted: Wanted = BOTH,
+        parts: Tensor | None = None,
     ) -> Pair:
-        """See `Recipe.pair`."""
+        """See `Recipe.pair`. `parts`: contiguous, the largest absolute values of parts of `x`, of
+        all or of its rows, by whoever wrote `x`.
+        """
         name = self.format_of(role)
         x = x.contiguous()
         if self._delayed is not None and self._delayed.store.has_history:
             seen, scale, inverse = self._delayed.place(role)
             if self._delayed.store.recording:  # a pass of its own is faster than within the cast
-                torch.maximum(seen, largest_of(x), out=seen)
+                own = largest_of(x) if parts is None else scales_of_parts(parts, name)[0]
+                torch.maximum(seen, own, out=seen)
             values, transposed = cast_both(x, scale, name, wanted, None)
         else:
-            amax, scale, inverse = largest_and_scales_of(x, name)
+            found = (
+                largest_and_scales_of(x, name) if parts is None else scales_of_parts(parts, name)
+            )
+            amax, scale, inverse = found
             if self._delayed is not None and self._delayed.store.recording:
                 seen, _, _ = self._delayed.place(role)
                 torch.maximum(seen, amax, out=seen)

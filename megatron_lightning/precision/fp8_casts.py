@@ -73,6 +73,16 @@ def largest_and_scales_of(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]
     return amax, *scales_of(amax, name)
 
 
+def scales_of_parts(parts: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """`largest_and_scales_of` a tensor, of largest values of its parts: contiguous, any dtype."""
+    if _by_kernel(parts):
+        from megatron_lightning.precision.kernels import fp8
+
+        return fp8.join(parts, FP8_MAX[name])
+    amax = largest(parts)
+    return amax, *scales_of(amax, name)
+
+
 def row_largest_of(x: Tensor) -> Tensor:
     """Largest absolute value of each row of (R, C), contiguous: (R, 1) float32."""
     if _by_kernel(x):

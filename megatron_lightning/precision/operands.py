@@ -75,6 +75,8 @@ class Recipe(ABC):
     known, the layer stays outside of compiled regions."""
     lends_scales: bool = False
     """Scales of operands are kept by the recipe."""
+    takes_parts: bool = False
+    """`pair` takes `parts`: largest values that whoever wrote a matrix has found."""
     joins_parts: bool = True
     """Operands of parts of the rows can be joined; else the matrix is, before."""
 

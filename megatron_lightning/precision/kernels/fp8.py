@@ -61,9 +61,13 @@ def _power(amax, limit):
 
 @triton.jit
 def _join(parts, joined, limit, count, block: tl.constexpr):
-    """The largest of `parts`, its scale and 1 / scale, four float32 from one to the next."""
+    """The largest size of `parts`, its scale and 1 / scale, four float32 from one to the next."""
     lane = tl.arange(0, block)
-    most = tl.max(tl.load(parts + lane, mask=lane < count, other=0.0), axis=0)
+    found = tl.zeros((block,), tl.float32)
+    for start in range(0, count, block):
+        inside = start + lane < count
+        found = tl.maximum(found, _size(tl.load(parts + start + lane, mask=inside, other=0.0)))
+    most = tl.max(found, axis=0)
     scale, inverse = _power(most, limit)
     tl.store(joined, most)
     tl.store(joined + 4, scale)
@@ -162,8 +166,14 @@ def largest(x: Tensor, limit: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     programs = max(1, min(triton.cdiv(x.numel(), _SPAN), _PARTS))
     parts = x.new_empty(programs, dtype=torch.float32)
     _largest[(programs,)](x, parts, x.numel(), span=_SPAN, num_warps=_WARPS)
-    joined = x.new_empty(12, dtype=torch.float32)
-    _join[(1,)](parts, joined, limit, programs, block=_PARTS)
+    return join(parts, limit)
+
+
+def join(parts: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`largest` of few numbers, by one program."""
+    joined = parts.new_empty(12, dtype=torch.float32)
+    block = _PARTS if parts.numel() <= _PARTS else 4 * _PARTS
+    _join[(1,)](parts, joined, limit, parts.numel(), block=block, num_warps=block // 256)
     return joined[0], joined[4], joined[8]
 
 
