@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConfig
 from megatron_lightning.config.parallel import ParallelConfig
@@ -218,6 +219,65 @@ def test_a_hook_inside_is_called(
     assert Hooked.calls >= 2 * 3  # micro-batches of three steps; validation calls it too
     assert "hooks of ['mlp'] would not be called" in caplog.text
     assert_bitwise(found, wanted)
+
+
+class Watched(layout_runs.Recorder):
+    """Has a hook on all modules in two of the steps."""
+
+    calls = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == 5:
+            self.handle = register_module_forward_hook(self.called)
+        if index == 7:
+            self.handle.remove()
+
+    def called(self, *args: Any) -> None:
+        Watched.calls += 1
+
+
+def test_hooks_on_all_modules_are_called(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layout_runs, "Recorder", Watched)
+    wanted = train(0, 1, run_of())
+    calls, Watched.calls = Watched.calls, 0
+    found = train(0, 1, with_graphs(run_of()))
+    assert Watched.calls == calls > 0
+    assert "hooks for all modules" in caplog.text
+    assert made[0].num_replays == 4 * (2 * 8 - 2 * 2 - 2 * 2)
+    assert_bitwise(found, wanted)
+
+
+class Changed(layout_runs.Recorder):
+    """Changes something of the second layer from the sixth step on."""
+
+    what = ""
+    before = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        layer = module.network.decoder.layers["1"]
+        if index == 5 and Changed.what == "mode":
+            layer.mlp_dropout.eval()
+        elif index == 5:
+            layer.mlp.linear_fc1.weight.requires_grad_(Changed.what == "thawed")
+        elif index == 0 and Changed.what == "thawed":
+            layer.mlp.linear_fc1.weight.requires_grad_(False)
+        if index == 9 and made:
+            Changed.before = made[0].num_replays
+
+
+@pytest.mark.parametrize("what", ["mode", pytest.param("frozen", marks=pytest.mark.slow), "thawed"])
+def test_what_changes_behind_a_recording_is_noticed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Changed, "what", what)
+    monkeypatch.setattr(layout_runs, "Recorder", Changed)
+    run = run_of(steps=10, config=tiny_config(hidden_dropout=0.1))
+    wanted = train(0, 1, run)
+    found = train(0, 1, with_graphs(run))
+    assert_bitwise(found, wanted)
+    assert made[0].num_replays - Changed.before == 4 * 2  # of the last step: made anew
 
 
 @pytest.mark.parametrize(
