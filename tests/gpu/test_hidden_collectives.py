@@ -1,20 +1,24 @@
 """How much of the collectives two GPUs hide under computing, and what sharding costs a step.
 
 `pytest -m gpu -s tests/gpu/test_hidden_collectives.py` prints a line for each layout: the share of
-the time of NCCL's kernels during which a kernel computes, from the profiler's trace of a step.
+the time of NCCL's kernels during which a kernel computes, from the profiler's trace of a step. With
+ZeRO-1 it also prints each collective of two steps without a pause, when it began and ended against
+the optimizer's kernels between them, and how much of it was exposed.
 """
 
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.callbacks import StepTimeline
 from megatron_lightning.config import ContextConfig, DataParallelConfig, GPTConfig, RuntimeConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.runtime.kernel_times import Interval, intersection, union
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import run_ranks_fresh
 
@@ -122,3 +126,112 @@ def test_share_of_collectives_that_is_hidden(case: str, tmp_path: Any) -> None:
         )
         assert communicated > 0
         assert hidden / communicated >= least
+
+
+class Collective(NamedTuple):
+    """A kernel of NCCL; milliseconds, counted from the optimizer's first kernel."""
+
+    kind: str
+    begin: float
+    end: float
+    exposed: float
+    """Part during which nothing else runs."""
+
+
+class Trace(L.Callback):
+    """The device's timeline from one step to the end of the next, without a pause between them."""
+
+    reads_gradients = reads_parameters = False
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == self.step:
+            torch.cuda.synchronize()
+            self.profiler.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == self.step + 1:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+
+    def collectives(self) -> tuple[list[Collective], float]:
+        """Those from the first backward pass to the second optimizer step, and the time from the
+        first kernel of the first optimizer step to its last one.
+        """
+        computing: list[Interval] = []
+        found: list[tuple[str, float, float]] = []
+        adam: list[Interval] = []
+        for event in self.profiler.events() or ():
+            name, span = event.name, (event.time_range.start, event.time_range.end)
+            if "cuda" not in str(event.device_type).lower() or name.startswith("nccl:"):
+                continue
+            if "nccl" in name.lower():
+                kinds = ("ReduceScatter", "AllGather", "AllReduce")
+                found.append((next((k for k in kinds if k in name), name[:30]), *span))
+                continue
+            computing.append(span)
+            if name.startswith("_update"):
+                adam.append(span)
+        adam.sort()
+        assert adam, "the optimizer's step was no kernel of this package"
+        steps = [adam[0]]
+        for begin, end in adam[1:]:  # stages follow each other, steps are far apart
+            if begin - steps[-1][1] > 50_000:
+                steps.append((begin, end))
+            steps[-1] = (steps[-1][0], end)
+        (start, stop), second = steps[0], steps[1][0]
+        busy = union(computing)
+        rows = []
+        for kind, begin, end in sorted(found, key=lambda row: row[1]):
+            if begin < second:
+                hidden = sum(b - a for a, b in intersection(busy, [(begin, end)]))
+                times = (begin - start, end - start, end - begin - hidden)
+                rows.append(Collective(kind, *(time / 1e3 for time in times)))
+        return rows, (stop - start) / 1e3
+
+
+def traced(rank: int, world_size: int) -> tuple[list[Collective], float]:
+    """The collectives of shape (a) under ZeRO-1."""
+    layout, rows, sequence, _ = CASES["dp2 zero-1"]
+    trace = Trace(STEPS - 2)
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=world_size,
+        strategy=MegatronStrategy(**layout, runtime=RuntimeConfig(compile_layers=True)),
+        precision="bf16-mixed",
+        gradient_clip_val=1.0,
+        max_steps=STEPS,
+        callbacks=[trace],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(GPTModel(config(sequence)), Tokens(rows, sequence))
+    return trace.collectives()
+
+
+def test_timeline_of_zero_1() -> None:
+    for rank, (rows, optimizer) in enumerate(run_ranks_fresh(traced, 2, timeout=240)):
+        print(f"\nrank {rank}: the optimizer's kernels from 0 to {optimizer:.2f} ms")
+        for row in rows:
+            if row.kind != "AllReduce" or row.exposed > 0.2:
+                print(
+                    f"  {row.kind:14} {row.begin:9.2f} to {row.end:8.2f} ms,"
+                    f" {row.end - row.begin:6.2f} long, {row.exposed:5.2f} exposed"
+                )
+        reduced = [row for row in rows if row.kind == "ReduceScatter" and row.end <= 0]
+        gathered = [row for row in rows if row.kind == "AllGather" and row.begin >= 0]
+        for name, part in (("reduce-scatter", reduced), ("all-gather", gathered)):
+            time, exposed = sum(r.end - r.begin for r in part), sum(r.exposed for r in part)
+            print(f"  {name}: {len(part)}, {time:.2f} ms, exposed {exposed:.2f}")
+        assert len(reduced) > 10  # a bucket a layer
+        assert len(gathered) == len(reduced)
+        assert all(row.begin < -1 for row in reduced[:-1]), "reductions wait for the backward pass"
+        assert sum(row.begin < optimizer for row in gathered) > len(gathered) // 2
