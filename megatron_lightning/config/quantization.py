@@ -41,10 +41,10 @@ class QuantizationConfig:
     keep_last: int = 1
     """Layers at its end that stay so."""
     experts: bool = False
-    """Experts of a mixture too. With fp8_tensorwise, fp8_delayed and fp8_rowwise their forward
-    products and input gradients are in E4M3 with a scale for each row, on compute capability 9.0
-    all experts in one product. With other recipes one expert comes after the other and the host
-    waits for their counts, which on a GPU is slow."""
+    """Experts of a mixture too. With fp8_tensorwise, fp8_delayed and fp8_rowwise they are in E4M3
+    with a scale for each row, on compute capability 9.0 all experts in one product. With other
+    recipes one expert comes after the other and the host waits for their counts, which on a GPU is
+    slow."""
     exclude: Sequence[str] = ()
     """Globs over names of linear layers that stay so too, e.g. "*.linear_proj"."""
     gradient_format: GradientFormat | None = None

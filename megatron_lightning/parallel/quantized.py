@@ -357,11 +357,9 @@ class QuantizedExperts:
     products: tuple[QuantizedProducts, ...]
     """Of each expert held."""
 
-    def __call__(
-        self, rows: Tensor, weight: Tensor, counts: Tensor, weight_gradient: object
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor, defer: object) -> Tensor:
         """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts.
-        Weight gradients are the recipe's.
+        No gradient is put off.
         """
         return _experts_outside(self, rows, weight, counts)
 

@@ -1,9 +1,8 @@
-"""Experts whose forward products and input gradients take factors of eight bits, all in one product
+"""Experts whose three products take factors of eight bits, each of them for all experts at once
 (`precision/grouped.py`).
 
-Weight gradients stay in the precision of the run: a scale for each row of each expert would take
-two more passes over tokens and gradients, which cost what the product would gain. So the input is
-kept as it came. Weights are rounded once in a window, for each product when it is first needed.
+Of the input the rounded transpose is kept for the backward pass, in place of the input. Weights are
+rounded once in a window, for each product when it is first needed.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.quantized import TensorSplit, WeightClock, largest_over
-from megatron_lightning.precision.grouped import ExpertRecipe
+from megatron_lightning.precision.grouped import Columns, ExpertRecipe
 from megatron_lightning.precision.operands import Operand, Reduce, identity
 
-WeightGradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
-"""(R, N) gradient, (R, K) input, (E, N, K) weight, (E,) counts -> (E, N, K), or None once it is
-taken care of."""
+Defer = Callable[[Callable[[], Tensor]], bool]
+"""Takes what computes the weight's gradient, to add it to its sum at once or later; False: not."""
 
 
 @dataclass
@@ -59,28 +57,26 @@ class RowScaledExperts:
             keeps_weights=self.keeps_weights,
         )
 
-    def __call__(
-        self, rows: Tensor, weight: Tensor, counts: Tensor, weight_gradient: WeightGradient
-    ) -> Tensor:
-        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N)."""
-        return _outside_of_regions(self, rows, weight, counts, weight_gradient)
+    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor, defer: Defer | None) -> Tensor:
+        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N). `defer` may take the weight's
+        gradient.
+        """
+        return _outside_of_regions(self, rows, weight, counts, defer)
 
-    def run(
-        self, rows: Tensor, weight: Tensor, counts: Tensor, weight_gradient: WeightGradient
-    ) -> Tensor:
+    def run(self, rows: Tensor, weight: Tensor, counts: Tensor, defer: Defer | None) -> Tensor:
         """See `__call__`."""
         keeps = weight.requires_grad and torch.is_grad_enabled()
-        return _Experts.apply(rows, weight, counts, self, weight_gradient, keeps)
+        return _Experts.apply(rows, weight, counts, self, defer, keeps)
 
     def forward(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """The product with each expert's weight."""
-        x = self.recipe.tokens(rows.contiguous(), "input", self._over("rows"))
+        x = self.recipe.tokens(rows, "input", self._over("rows"))
         w = self._weight(self._itself, weight, self.recipe.weight, "rows")
         return self.recipe.product(x, w, counts, rows.dtype, forward=True)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """The product with each expert's transposed weight."""
-        g = self.recipe.tokens(grad.contiguous(), "gradient", self._over("columns"))
+        g = self.recipe.tokens(grad, "gradient", self._over("columns"))
         w = self._weight(self._transposed, weight, self.recipe.transposed, "columns")
         return self.recipe.product(g, w, counts, grad.dtype, forward=False)
 
@@ -108,13 +104,9 @@ class RowScaledExperts:
 
 
 def _run(
-    experts: RowScaledExperts,
-    rows: Tensor,
-    weight: Tensor,
-    counts: Tensor,
-    weight_gradient: WeightGradient,
+    experts: RowScaledExperts, rows: Tensor, weight: Tensor, counts: Tensor, defer: Defer | None
 ) -> Tensor:
-    return experts.run(rows, weight, counts, weight_gradient)
+    return experts.run(rows, weight, counts, defer)
 
 
 _outside_of_regions: Any = torch.compiler.disable(_run)
@@ -128,20 +120,28 @@ class _Experts(torch.autograd.Function):
         weight: Tensor,
         counts: Tensor,
         experts: RowScaledExperts,
-        weight_gradient: WeightGradient,
+        defer: Defer | None,
         keeps: bool,
     ) -> Tensor:
-        ctx.save_for_backward(rows if keeps else None, weight, counts)
-        ctx.experts, ctx.weight_gradient = experts, weight_gradient
+        rows = rows.contiguous()
+        kept = experts.recipe.columns(rows, "input", counts) if keeps else (None, None, None)
+        ctx.save_for_backward(weight, counts, *kept)
+        ctx.experts, ctx.defer = experts, defer
         return experts.forward(rows, weight, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, counts = ctx.saved_tensors
+        weight, counts, *kept = ctx.saved_tensors
+        recipe, defer = ctx.experts.recipe, ctx.defer
+        grad = grad.contiguous()
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.experts.input_gradient(grad, weight, counts)
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.weight_gradient(grad.contiguous(), rows, weight, counts)
+            factors = recipe.columns(grad, "gradient", counts), Columns(*kept)
+            # In a sum float16 could overflow.
+            exact = torch.float32 if weight.dtype is torch.float16 else weight.dtype
+            if defer is None or not defer(partial(recipe.weight_gradient, *factors, exact)):
+                grad_weight = recipe.weight_gradient(*factors, weight.dtype)
         return grad_rows, grad_weight, None, None, None, None

@@ -197,6 +197,19 @@ def cast_stack_columns(weight: Tensor, name: str, reduce: Reduce) -> tuple[Tenso
     return values.view(turned.shape), inverse.view(*turned.shape[:2], 1)
 
 
+def cast_groups(x: Tensor, counts: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows (R, C), contiguous, of which each group has `counts` (E,), transposed in FP8 (C, P),
+    each row within a group by its own largest value; 1 / scale (E * C,), and where groups end
+    (E,), int32. Behind a group zeros stand up to a multiple of 16, at least that many. None where
+    no kernel does it without knowing the counts.
+    """
+    if not _casts_by_kernel(x):
+        return None
+    from megatron_lightning.precision.kernels import fp8_stacks
+
+    return fp8_stacks.cast_groups(x, counts, FP8_DTYPES[name], FP8_MAX[name])
+
+
 def cast_blocks(
     x: Tensor, name: str, *, square: bool, wanted: tuple[bool, bool]
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:

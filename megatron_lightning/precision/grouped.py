@@ -1,10 +1,11 @@
-"""FP8 products of stacked experts: rows of tokens, sorted by expert, times each expert's weight.
+"""FP8 products of stacked experts: rows of tokens, sorted by expert, and each expert's weight.
 
 A token's row has one scale, and so has each row of an expert's weight along the dim that is summed
-over. So no value knows of another token, of another expert or of rows that hold nothing, and no
-group of rows needs filling up. Both factors are E4M3, which is all that grouped products take; with
-a scale for each row gradients don't need the range of E5M2. On compute capability 9.0 one product
-does all experts (`torch._scaled_grouped_mm`), elsewhere one comes after the other.
+over; for a weight's gradient each feature has one over the tokens of an expert. So no value knows
+of another expert or of rows that hold nothing. Factors are E4M3, which is all that grouped products
+take; with scales as fine as these gradients don't need the range of E5M2. On compute capability 9.0
+one product does all experts (`torch._scaled_grouped_mm`), elsewhere one comes after the other.
+Groups along the summed dim must be multiples of 16 and not empty: zeros stand behind their tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +16,32 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.precision.fp8 import FP8RowRecipe
-from megatron_lightning.precision.fp8_casts import cast_stack_columns
-from megatron_lightning.precision.operands import Operand, Reduce, Role, RowRecipe, identity
+from megatron_lightning.precision.fp8_casts import cast_groups, cast_stack_columns
+from megatron_lightning.precision.operands import (
+    Operand,
+    Reduce,
+    Role,
+    RowRecipe,
+    identity,
+    pad_to,
+)
 
 FORMAT = "e4m3"
 _CAPABILITY = (9, 0)
 _MOST_GROUPS = 1023
+_MULTIPLE = 16
+"""What a group along the summed dim is a multiple of."""
 
 
-class ExpertOperands(NamedTuple):
-    """Weights of stacked experts (E, N, K) as factors of two products."""
+class Columns(NamedTuple):
+    """A transposed matrix, summed over the rows of each expert."""
 
-    itself: Operand | None
-    """(E, N, K) values, (E, N, 1) scales: summed over K."""
-    transposed: Operand | None
-    """(E, K, N) values, (E, K, 1) scales: summed over N."""
+    values: Tensor
+    """(C, P): of each expert its rows, then zeros."""
+    scale: Tensor
+    """(E * C,): of each expert one for each row of `values`."""
+    ends: Tensor
+    """(E,) int32: behind which column of `values` an expert's part ends."""
 
 
 class ExpertRecipe:
@@ -62,13 +74,39 @@ class ExpertRecipe:
             return self.weight(weight.transpose(1, 2).contiguous(), reduce)
         return Operand(*cast_stack_columns(weight, FORMAT, reduce))
 
+    def columns(self, x: Tensor, role: Role, counts: Tensor) -> Columns:
+        """(R, C) by expert, (E,) rows of each -> the transpose."""
+        if not self._simulate:
+            made = cast_groups(x, counts, FORMAT)
+            if made is not None:
+                return Columns(*made)
+        sizes: list[int] = counts.tolist()
+        parts = [self._column(part, role) for part in x[: sum(sizes)].split(sizes)]
+        rooms = torch.tensor([part.values.shape[1] for part in parts], device=x.device)
+        as_bytes = [part.values.view(torch.uint8) for part in parts]  # FP8 can't be joined
+        return Columns(
+            torch.cat(as_bytes, dim=1).view(parts[0].values.dtype),
+            torch.cat([part.scale.flatten() for part in parts if part.scale is not None]),
+            rooms.cumsum(0, dtype=torch.int32),
+        )
+
+    def _column(self, x: Tensor, role: Role) -> Operand:
+        """The transpose of one expert's rows, filled up."""
+        filled = x if len(x) else x.new_zeros(_MULTIPLE, x.shape[1])
+        operand = self._rows.pair(filled, role, wanted=(False, True)).transposed
+        assert operand is not None
+        values = operand.values
+        if values.element_size() > 1:
+            values = pad_to(values, 1, _MULTIPLE)
+        return Operand(values.contiguous(), operand.scale)
+
     def product(
         self, rows: Operand, weight: Operand, counts: Tensor, dtype: torch.dtype, *, forward: bool
     ) -> Tensor:
         """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N) in `dtype`, summed in float32.
         What comes of rows behind the sum of `counts` means nothing.
         """
-        if not self._simulate and can_group(rows, weight):
+        if not self._simulate and can_group(rows.values, len(weight.values)):
             assert rows.scale is not None
             assert weight.scale is not None
             y = torch._scaled_grouped_mm(
@@ -82,6 +120,35 @@ class ExpertRecipe:
             )
             return y if dtype is torch.bfloat16 else y.to(dtype)
         return self._one_by_one(rows, weight, counts, dtype, forward)
+
+    def weight_gradient(self, grad: Columns, x: Columns, dtype: torch.dtype) -> Tensor:
+        """Transposed (N, P) and (K, P) of the same rows -> (E, N, K) in `dtype`, zero for an expert
+        without rows.
+        """
+        num_experts = len(x.ends)
+        if not self._simulate and can_group(x.values, num_experts):
+            y = torch._scaled_grouped_mm(
+                grad.values,
+                x.values.t(),
+                grad.scale,
+                x.scale,
+                offs=x.ends,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=False,
+            )
+            return y if dtype is torch.bfloat16 else y.to(dtype)
+        ends: list[int] = x.ends.tolist()
+        made = []
+        for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            a, b = (
+                Operand(
+                    each.values[:, begin:end].contiguous(),
+                    each.scale.view(num_experts, -1, 1)[expert].contiguous(),
+                )
+                for each in (grad, x)
+            )
+            made.append(self._rows.product(a, b, dtype, forward=False))
+        return torch.stack(made)
 
     def _one_by_one(
         self, rows: Operand, weight: Operand, counts: Tensor, dtype: torch.dtype, forward: bool
@@ -99,10 +166,10 @@ class ExpertRecipe:
         return y
 
 
-def can_group(rows: Operand, weight: Operand) -> bool:
+def can_group(values: Tensor, num_experts: int) -> bool:
     """Whether one product does all experts."""
     return (
-        rows.values.is_cuda
-        and len(weight.values) <= _MOST_GROUPS
-        and torch.cuda.get_device_capability(rows.values.device) == _CAPABILITY
+        values.is_cuda
+        and num_experts <= _MOST_GROUPS
+        and torch.cuda.get_device_capability(values.device) == _CAPABILITY
     )

@@ -41,11 +41,9 @@ class LowPrecision(Protocol):
         rows: Tensor,
         weight: Tensor,
         counts: Tensor,
-        weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None],
+        defer: Callable[[Callable[[], Tensor]], bool] | None,
     ) -> Tensor:
-        """See `expert_product`. `weight_gradient(gradient, rows, weight, counts)` gives the
-        weight's in the precision of the run, or None once it is taken care of.
-        """
+        """See `expert_product`. `defer`: of the layer's `weight_sink`."""
         ...
 
 
@@ -90,8 +88,8 @@ class ExpertLinear(nn.Module):
         num_experts, *output_shape, in_features = self.weight.shape
         weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
         if self.quantized_experts is not None:
-            gradient = partial(_weight_gradient, self.weight_sink, each)
-            y = self.quantized_experts(rows, weight, counts, gradient)
+            defer = None if self.weight_sink is None else self.weight_sink.defer_call
+            y = self.quantized_experts(rows, weight, counts, defer)
         elif self.weight_sink is None:
             y = expert_product(rows, weight, counts, each)
         else:
@@ -152,19 +150,6 @@ def expert_weight_gradient(
     return torch.stack([dy.t() @ x for dy, x in pairs])
 
 
-def _weight_gradient(
-    sink: DefersGradient | None,
-    each: int | None,
-    grad: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    counts: Tensor,
-) -> Tensor | None:
-    """`expert_weight_gradient`, or None where `sink` took it."""
-    multiply = partial(expert_weight_gradient, grad, rows, weight, counts, each)
-    return None if sink is not None and sink.defer_call(multiply) else multiply()
-
-
 class _PutOff(torch.autograd.Function):
     """`expert_product`, whose weight's gradient may be computed later."""
 
@@ -189,8 +174,9 @@ class _PutOff(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = expert_product(grad, weight.transpose(-2, -1), counts, ctx.each)
         if ctx.needs_input_grad[1]:
-            factors = (grad.contiguous(), rows, weight, counts)
-            grad_weight = _weight_gradient(ctx.sink, ctx.each, *factors)
+            factors = (grad.contiguous(), rows, weight, counts, ctx.each)
+            multiply = partial(expert_weight_gradient, *factors)
+            grad_weight = None if ctx.sink.defer_call(multiply) else multiply()
         return grad_rows, grad_weight, None, None, None
 
 

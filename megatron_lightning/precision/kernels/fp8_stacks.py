@@ -1,4 +1,5 @@
-"""Casts of stacked matrices to FP8, each transposed, with a scale for each row of the transpose.
+"""Casts of stacked matrices, and of groups of rows, to FP8, each transposed, with a scale for each
+row of the transpose.
 
 One program does some columns of one matrix: it reads them twice, the second time out of the cache.
 """
@@ -17,6 +18,8 @@ _HEIGHT = 256
 _WIDTH = 32
 """Columns of a program: few, so that those of all programs at a time stay in the cache."""
 _WARPS = 8
+_MULTIPLE = 16
+"""What the room of a group is a multiple of."""
 
 
 @triton.jit
@@ -29,6 +32,29 @@ def _largest_of_columns(x, rows, columns, column, height: tl.constexpr, width: t
         value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
         most = tl.maximum(most, _size(value))
     return tl.max(most, axis=0)
+
+
+@triton.jit
+def _turn(
+    x,
+    out,
+    scale,
+    rows,
+    room,
+    columns,
+    column,
+    step,
+    limit,
+    height: tl.constexpr,
+):
+    """Rows of one matrix into columns of `out`, whose rows are `step` apart; zeros up to `room`."""
+    for start in range(0, room, height):
+        row = (start + tl.arange(0, height)).to(tl.int64)
+        inside = (row[:, None] < rows) & (column[None, :] < columns)
+        values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        turned = tl.trans(_limited(values, scale[None, :], limit).to(out.dtype.element_ty))
+        place = out + column[:, None].to(tl.int64) * step + row[None, :]
+        tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < room))
 
 
 @triton.jit
@@ -62,13 +88,42 @@ def _cast_columns(
         most = _largest_of_columns(x, rows, columns, column, height, width)
     scale, inverse = _power(most, limit)
     tl.store(inverses + matrix * columns + column, inverse, mask=column < columns)
-    for start in range(0, rows, height):
-        row = (start + tl.arange(0, height)).to(tl.int64)
-        inside = (row[:, None] < rows) & (column[None, :] < columns)
-        values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-        turned = tl.trans(_limited(values, scale[None, :], limit).to(out.dtype.element_ty))
-        place = out + column[:, None].to(tl.int64) * rows + row[None, :]
-        tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < rows))
+    _turn(x, out, scale, rows, rows, columns, column, rows, limit, height)
+
+
+@triton.jit
+def _cast_groups(
+    x,
+    counts,
+    out,
+    inverses,
+    ends,
+    groups,
+    columns,
+    step,
+    limit,
+    most_groups: tl.constexpr,
+    multiple: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    group = tl.program_id(1)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    lane = tl.arange(0, most_groups)
+    rows = tl.load(counts + lane, mask=lane < groups, other=0).to(tl.int32)
+    room = tl.maximum((rows + multiple - 1) // multiple * multiple, multiple)
+    start = tl.sum(tl.where(lane < group, rows, 0), axis=0)
+    begin = tl.multiple_of(tl.sum(tl.where(lane < group, room, 0), axis=0), multiple)
+    own = tl.sum(tl.where(lane == group, rows, 0), axis=0)
+    own_room = tl.multiple_of(tl.sum(tl.where(lane == group, room, 0), axis=0), multiple)
+    if tl.program_id(0) == 0:
+        tl.store(ends + group, begin + own_room)
+    x += start.to(tl.int64) * columns
+    most = _largest_of_columns(x, own, columns, column, height, width)
+    scale, inverse = _power(most, limit)
+    place = group.to(tl.int64) * columns + column
+    tl.store(inverses + place, inverse, mask=column < columns)
+    _turn(x, out + begin, scale, own, own_room, columns, column, step, limit, height)
 
 
 def column_largest(x: Tensor) -> Tensor:
@@ -107,3 +162,32 @@ def cast_columns(
             num_warps=_WARPS,
         )
     return out, inverses
+
+
+def cast_groups(
+    x: Tensor, counts: Tensor, dtype: torch.dtype, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fp8_casts.cast_groups`. P is the most that R rows and E groups may come to."""
+    (rows, columns), groups = x.shape, len(counts)
+    padded = rows + -rows % _MULTIPLE + _MULTIPLE * groups
+    out = x.new_empty((columns, padded), dtype=dtype)
+    inverses = x.new_empty(groups * columns, dtype=torch.float32)
+    ends = counts.new_empty(groups, dtype=torch.int32)
+    if inverses.numel():
+        _cast_groups[(triton.cdiv(columns, _WIDTH), groups)](
+            x,
+            counts,
+            out,
+            inverses,
+            ends,
+            groups,
+            columns,
+            padded,
+            limit,
+            most_groups=triton.next_power_of_2(groups),
+            multiple=_MULTIPLE,
+            height=_HEIGHT,
+            width=_WIDTH,
+            num_warps=_WARPS,
+        )
+    return out, inverses, ends
