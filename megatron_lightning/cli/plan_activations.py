@@ -45,6 +45,7 @@ LAYER_MODULES = (
     "pre_mlp_layernorm",
     "mlp",
     "mlp.linear_fc1",
+    "mlp.activation",
     "mlp.linear_fc2",
     "mlp.router",
     "mlp.experts",

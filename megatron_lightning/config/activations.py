@@ -37,6 +37,9 @@ class SavedTensor:
     pointwise: bool = False
     """A compiled layer computes it again from other rows instead of keeping it: the activated gate.
     (Inputs of products are kept, also where they could be computed again.)"""
+    made_by: str | None = None
+    """Module whose output it is, and which, if it is recomputed, makes it again for whoever keeps
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +86,13 @@ def kept_bytes_per_token(rows: Iterable[SavedTensor], recomputed: Collection[str
     return sum(
         row.bytes_per_token
         for row in rows
-        if any(not inside(path) for path in row.kept_by)
-        or any(path in recomputed and not _within_other(path, recomputed) for path in row.enters)
+        if row.made_by not in recomputed
+        and (
+            any(not inside(path) for path in row.kept_by)
+            or any(
+                path in recomputed and not _within_other(path, recomputed) for path in row.enters
+            )
+        )
     )
 
 
@@ -267,6 +275,7 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
             bytes_per_token=width,
             kept_by=("mlp.linear_fc2",),
             enters=("mlp.linear_fc2",),
+            made_by="mlp.activation",
         ),
     ]
     inner = 2 if gated else 0 if model.activation == "relu" and not sizes.compiled else 1

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.layers.gated_linear import gated_linear
+from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.plain_layers import Border, bordered_linear
 from megatron_lightning.parallel.quantized import QuantizedProducts
@@ -55,8 +57,15 @@ class Linear(nn.Module):
         self.initials: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
         self.adapters = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held."""
+    def forward(self, x: Tensor, *, after_gate: bool = False) -> Tensor:
+        """(..., in_features) -> (..., *output_shape); shapes are those of the tensors held.
+
+        With `after_gate` the input is (..., 2, in_features), of which silu(gate) * up passes the
+        layer without being kept (`layers/gated_linear.py`); not with adapters or low precision.
+        """
+        if after_gate:
+            sink = self.weight_sink
+            return self._after_gate(x) if sink is None else sink.run(self._after_gate, x)
         apart = self.quantized or self.weight_sink
         y = self._forward(x) if apart is None else apart.run(self._forward, x)
         return y if self.adapters is None else self.adapters(x, y)
@@ -78,6 +87,19 @@ class Linear(nn.Module):
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if after is not None:
             y = after(y)
+        return y if self.bias is None or not self.sums_output else y + self.bias
+
+    def _after_gate(self, x: Tensor) -> Tensor:
+        assert self.adapters is None
+        assert self.quantized is None
+        assert x.shape[-1] == self.weight.shape[-1], "as wide as the rows held: no border before"
+        if torch.is_autocast_enabled(x.device.type):
+            return self._forward(gated_silu(x))
+        weight = self.weight.view(-1, self.weight.shape[-1])
+        bias = None if self.bias is None else self.bias.view(-1)
+        inner_bias = None if self.sums_output else bias
+        y = gated_linear(x, weight, inner_bias, self.weight_sink, sums=self.sums_weight_gradient)
+        y = y if self.after is None else self.after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
 
     def extra_repr(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -61,6 +62,26 @@ def _gated(inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return activation(gate) * up
 
 
+class Activation(nn.Module):
+    """What stands between the two linear layers, see `activation_of`."""
+
+    recomputed: bool = False
+    """True: the second layer keeps this one's input in place of its own (`Linear.after_gate`)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.function = activation_of(config)
+
+    @property
+    def can_be_recomputed(self) -> bool:
+        """Whether the second layer knows how to."""
+        return self.function is silu_gated
+
+    def forward(self, inner: Tensor) -> Tensor:
+        """(..., F) or gated (..., 2, F) -> (..., F)."""
+        return self.function(inner)
+
+
 class MLP(nn.Module):
     """fc2(activation(fc1(x))), or gated: fc2(activation(gate) * up), where fc1's weight is [2, F,
     H], gate first. See `activation_of`.
@@ -71,7 +92,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gated = config.gated_linear_unit
-        self.activation = activation_of(config)
+        self.activation = Activation(config)
         width = config.ffn_hidden_size
         self.linear_fc1 = backend.linear(
             config.hidden_size,
@@ -91,4 +112,6 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
         inner = self.linear_fc1(hidden)  # (S, B, F) or gated (S, B, 2, F)
+        if self.activation.recomputed and torch.is_grad_enabled():
+            return self.linear_fc2(inner, after_gate=True)
         return self.linear_fc2(self.activation(inner))

@@ -1,13 +1,14 @@
 """Puts activation recompute and offload on a network that is cut already, by the config's choice.
 
 full: a layer's (or group's) input is kept and the rest computed again. selective: the same for
-modules by name, inside layers that keep everything else. offload: what a layer keeps goes to the
+modules by name, inside layers that keep everything else; of an activation it is the output that
+isn't kept (`layers/gated_linear.py`). offload: what a layer keeps goes to the
 CPU, on top of either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.layers.dropout import Dropout, Jitter
+from megatron_lightning.layers.linear import Linear
+from megatron_lightning.layers.mlp import Activation
 from megatron_lightning.layers.moe import Router
 from megatron_lightning.layers.staged import LayerGroups, StagedNetwork
 from megatron_lightning.parallel.offload import Offloaded
@@ -45,6 +48,8 @@ def apply_recompute(
     """
     for module in network.modules():
         clear_region(module)
+        if isinstance(module, Activation):
+            module.recomputed = False
     if isinstance(network, StagedNetwork):
         network.layer_groups = None
     if config.mode == "none" and not config.offload:
@@ -57,7 +62,10 @@ def apply_recompute(
         network.layer_groups = LayerGroups(config.num_layers, region)
         return
     for module in _recomputed_modules(network, plan, config):
-        add_region(module, recomputed)
+        if isinstance(module, Activation):
+            module.recomputed = True
+        else:
+            add_region(module, recomputed)
     if offloaded is not None:
         for layer in _layers(network, plan):
             add_region(layer, offloaded)
@@ -85,9 +93,11 @@ def _recomputed_modules(
 
 
 def recompute_problems(
-    network: nn.Module, plan: ParallelPlan, config: RecomputeConfig
+    network: nn.Module, plan: ParallelPlan, config: RecomputeConfig, *, quantized: bool = False
 ) -> list[str]:
-    """What the whole network can't do of the config, as sentences; it may be on the meta device."""
+    """What the whole network can't do of the config, as sentences; it may be on the meta device.
+    `quantized`: its linear layers are to run in low precision.
+    """
     problems = []
     if config.mode == "full" or config.offload:
         try:
@@ -109,7 +119,31 @@ def recompute_problems(
                     f"recompute.modules: {glob!r} matches no module; names in this network are"
                     f" {known}"
                 )
+        problems += _activation_problems(network, config, quantized)
     return problems
+
+
+def _activation_problems(
+    network: nn.Module, config: RecomputeConfig, quantized: bool
+) -> Iterator[str]:
+    """Of each kind the first activation that is to be recomputed and can't be."""
+    seen: set[str] = set()
+    for name, module in matching_modules(network, config.modules):
+        if not isinstance(module, Activation):
+            continue
+        after = network.get_submodule(name.rpartition(".")[0] + ".linear_fc2")
+        why = ""
+        if not module.can_be_recomputed:
+            why = "it is none of gated SiLU"
+        elif type(after) is not Linear:
+            why = f"a {type(after).__name__} of this back end stands behind it"
+        elif after.adapters is not None:
+            why = "adapters stand beside the layer behind it"
+        elif quantized:
+            why = "the layer behind it keeps its input in low precision"
+        if why and why not in seen:
+            seen.add(why)
+            yield f"recompute.modules: {name} can't be recomputed: {why}; name 'mlp' in its place"
 
 
 def _has_groups(config: RecomputeConfig) -> bool:

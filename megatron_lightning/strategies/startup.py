@@ -182,7 +182,8 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             for row in target.plan.unused_rows(names)
         ]
         problems += check_context_parallel(network, config)
-        problems += recompute_problems(network, target.plan, config.recompute)
+        quantized = config.quantization is not None
+        problems += recompute_problems(network, target.plan, config.recompute, quantized=quantized)
         problems += quantization_problems(
             network,
             target.plan,

@@ -10,6 +10,7 @@ from megatron_lightning.config import (
     ContextConfig,
     DataParallelConfig,
     PipelineConfig,
+    QuantizationConfig,
     RecomputeConfig,
 )
 from megatron_lightning.config.validate import ConfigurationError
@@ -23,6 +24,7 @@ FORMS: dict[str, RecomputeConfig] = {
     "block_of_1": RecomputeConfig(mode="full", method="block", num_layers=1),
     "core_attention": RecomputeConfig(mode="selective"),
     "mlp_and_norms": RecomputeConfig(mode="selective", modules=["mlp", "*_layernorm"]),
+    "activation": RecomputeConfig(mode="selective", modules=["layers.[02].mlp.activation"]),
     "offload": RecomputeConfig(offload=True, offload_min_bytes=0),
     "full_offload": RecomputeConfig(mode="full", offload=True, offload_min_bytes=0),
     "groups_offload": RecomputeConfig(mode="full", num_layers=2, offload=True, offload_min_bytes=0),
@@ -132,6 +134,34 @@ def test_bitwise_in_all_axes(form: str) -> None:
 def test_bitwise_with_other_dimensions(layout: str, form: str) -> None:
     ranks = run_ranks_fresh(train, OTHERS[layout][0], run_of(layout, FORMS[form]))
     assert_bitwise(ranks, plain(layout))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["zb_v", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2_sp", "zb_h1", "fsdp"))],
+)
+def test_bitwise_without_the_mlps_products(layout: str) -> None:
+    ranks = run_ranks_fresh(
+        train, (LAYOUTS | OTHERS)[layout][0], run_of(layout, FORMS["activation"])
+    )
+    assert_bitwise(ranks, plain(layout))
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "words"),
+    [
+        (dict(gated_linear_unit=False, activation="gelu"), {}, "none of gated SiLU"),
+        ({}, dict(quantization=QuantizationConfig(recipe="fp8_tensorwise")), "low precision"),
+    ],
+)
+def test_activations_that_cannot_be_recomputed_are_refused(
+    changes: dict[str, Any], layout: dict[str, Any], words: str
+) -> None:
+    form = RecomputeConfig(mode="selective", modules=["mlp.activation"])
+    run = Run(config=tiny_config(**changes), layout=layout | {"recompute": form}, steps=1)
+    with pytest.raises(RankError, match=words) as caught:
+        run_ranks_fresh(train, 1, run)
+    assert str(caught.value).count("can't be recomputed") == 1
 
 
 def test_wrong_settings_are_explained_together() -> None:

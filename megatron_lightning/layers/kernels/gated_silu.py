@@ -24,7 +24,7 @@ def _forward(inner, product, width, block: tl.constexpr):
 
 
 @triton.jit
-def _backward(grad, inner, grad_inner, width, block: tl.constexpr):
+def _backward(grad, inner, grad_inner, product, width, block: tl.constexpr, again: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
@@ -37,6 +37,9 @@ def _backward(grad, inner, grad_inner, width, block: tl.constexpr):
     tl.store(grad_inner + row * 2 * width + column, (dy * up * slope).to(element), mask=inside)
     other = (dy * gate * sigmoid).to(element)
     tl.store(grad_inner + (row * 2 + 1) * width + column, other, mask=inside)
+    if again:  # which may be where dy was
+        value = (gate * sigmoid * up).to(product.dtype.element_ty)
+        tl.store(product + row * width + column, value, mask=inside)
 
 
 def forward(inner: Tensor) -> Tensor:
@@ -49,11 +52,16 @@ def forward(inner: Tensor) -> Tensor:
     return product
 
 
-def backward(grad: Tensor, inner: Tensor) -> Tensor:
-    """Gradient (..., F), contiguous, and what `forward` got -> gradient of (..., 2, F)."""
+def backward(grad: Tensor, inner: Tensor, *, product: Tensor | None = None) -> Tensor:
+    """Gradient (..., F), contiguous, and what `forward` got -> gradient of (..., 2, F).
+
+    What `forward` gave is written to `product` once more, bit for bit; it may be `grad`.
+    """
     width = inner.shape[-1]
     grad_inner = torch.empty_like(inner)
     if grad.numel():
         grid = (grad.numel() // width, triton.cdiv(width, _BLOCK))
-        _backward[grid](grad, inner, grad_inner, width, block=_BLOCK, num_warps=_WARPS)
+        target = grad if product is None else product
+        options = {"block": _BLOCK, "again": product is not None, "num_warps": _WARPS}
+        _backward[grid](grad, inner, grad_inner, target, width, **options)
     return grad_inner

@@ -94,6 +94,27 @@ def test_rows_of_tokens(device: str, dtype: torch.dtype, with_dropped: bool) -> 
     assert torch.equal(unpermute(rows, order), unpermute(rows, order))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gated_silu_gives_its_product_again(
+    device: str, dtype: torch.dtype, in_place: bool
+) -> None:
+    """Beside the gradient, bit for bit, over the product's gradient too."""
+    skip_without(device)
+    inner = torch.randn(5, 3, 2, 2100, device=device, dtype=dtype)
+    grad = torch.randn(5, 3, 2100, device=device, dtype=dtype)
+    if not kernels.can_run(inner):
+        pytest.skip("needs triton's kernel")
+    from megatron_lightning.layers.kernels import gated_silu as kernel
+
+    want = kernel.backward(grad, inner)
+    product = grad.clone() if in_place else torch.full_like(grad, torch.nan)
+    got = kernel.backward(product if in_place else grad, inner, product=product)
+    assert torch.equal(got, want)
+    assert torch.equal(product, kernel.forward(inner))
+
+
 def test_gated_silu_keeps_only_its_input() -> None:
     inner = torch.randn(4, 2, 8, requires_grad=True)
     kept: list[torch.Tensor] = []

@@ -8,6 +8,7 @@ import torch
 from megatron_lightning.config import GPTConfig
 from megatron_lightning.layers import MLP, TorchBackend
 from megatron_lightning.parallel.random import Normal
+from tests.saved_bytes import saved_bytes
 
 FORMULAS = {
     "silu": lambda x: x / (1 + torch.exp(-x)),
@@ -71,3 +72,42 @@ def test_the_layer_that_ends_the_branch_starts_smaller():
     mlp = made(init_method_std=0.02)
     assert mlp.linear_fc1.initials["weight"] == Normal(0.02)
     assert mlp.linear_fc2.initials["weight"] == Normal(0.02 / 4)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "biases", "frozen"),
+    [
+        (False, False, ""),
+        (False, True, ""),
+        (False, False, "linear_fc1.weight"),
+        (False, False, "linear_fc2.weight"),
+        (True, True, ""),
+    ],
+)
+def test_a_recomputed_activation_changes_no_bit(compiled, biases, frozen):
+    torch._dynamo.reset()
+    results = []
+    for recomputed in (False, True):
+        mlp = made(activation="silu", add_bias_linear=biases)
+        mlp.activation.recomputed = recomputed
+        if frozen:
+            mlp.get_parameter(frozen).requires_grad_(False)
+        call = torch.compile(mlp, backend="aot_eager", fullgraph=True) if compiled else mlp
+        torch.manual_seed(1)
+        x = torch.randn(3, 2, 16, requires_grad=True)
+        call(x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in mlp.parameters())])
+    for want, got in zip(*results, strict=True):
+        assert (want is None) == (got is None)
+        assert want is None or torch.equal(want, got)
+
+
+def test_a_recomputed_activation_is_not_kept():
+    mlp, x = made(activation="silu"), torch.randn(3, 2, 16, requires_grad=True)
+    rows = x[..., 0].numel() * 4
+    everything = saved_bytes(lambda: mlp(x).sum())
+    assert everything == rows * (16 + 2 * 24 + 24)
+    mlp.activation.recomputed = True
+    assert saved_bytes(lambda: mlp(x).sum()) == rows * (16 + 2 * 24)
+    with torch.no_grad():
+        assert torch.equal(mlp(x), made(activation="silu")(x))

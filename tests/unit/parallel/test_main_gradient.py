@@ -99,6 +99,22 @@ def test_compiled_layers_are_one_graph_that_all_share() -> None:
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
+def test_compiled_layers_may_leave_the_mlps_product_to_the_backward_pass() -> None:
+    network = network_of(torch.bfloat16, PLAIN)
+    wanted = sums(network, buckets := served(network))
+    for layer in network.decoder.layers.values():
+        layer.mlp.activation.recomputed = True
+    found = sums(network, buckets)
+    assert all(torch.equal(found[name], want) for name, want in wanted.items())
+    counter = torch._dynamo.testing.CompileCounterWithBackend(MERGING)
+    for layer in network.decoder.layers.values():
+        layer.compile(backend=counter, fullgraph=True)
+    compiled = sums(network, buckets)
+    assert counter.frame_count == 1
+    for name, want in wanted.items():
+        torch.testing.assert_close(compiled[name], want, rtol=2e-2, atol=2e-2)
+
+
 class Twice(nn.Module):
     """One layer called twice on the same input: equal calls with equal results."""
 

@@ -1,0 +1,111 @@
+"""A linear layer behind silu(gate) * up that keeps what enters the unit, and not its product.
+
+The product is as wide as the MLP, and only the weight's gradient needs it: the unit's backward pass
+has both its halves at hand and writes the product once more beside their gradients, at the price of
+one store. (Megatron-Core computes an activation again in a pass of its own before that of the layer
+behind; here it comes after, since the gradient of the product doesn't need the product.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.layers import kernels
+from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
+from megatron_lightning.parallel.column import DefersWeightGradient
+from megatron_lightning.parallel.main_gradient import main_gradient_of, weight_gradient
+from megatron_lightning.parallel.mesh import MeshAxis
+
+
+def gated_linear(
+    inner: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sink: DefersWeightGradient | None = None,
+    *,
+    sums: bool = False,
+) -> Tensor:
+    """`F.linear(gated_silu(inner), weight, bias)`: (..., 2, F), (out, F) -> (..., out).
+
+    With a `sink` the weight's gradient may be put off; with `sums` it goes to its main gradient.
+    """
+    return _GatedLinear.apply(inner, weight, bias, sink, sums)
+
+
+@torch.library.custom_op("megatron_lightning::gated_linear_gradients", mutates_args=())
+def gated_linear_gradients(grad: Tensor, inner: Tensor, weight: Tensor, ticket: Tensor) -> Tensor:
+    """(..., out), (..., 2, F), (out, F) -> gradient of `inner`; that of `weight` goes to its sum.
+
+    `ticket`: a new empty tensor, see `parallel/main_gradient.py`.
+    """
+    grad_inner, product = _gradient_and_product(grad @ weight, inner)
+    main_gradient_of(weight).add_product(grad, product)
+    return grad_inner
+
+
+@gated_linear_gradients.register_fake
+def _(grad: Tensor, inner: Tensor, weight: Tensor, ticket: Tensor) -> Tensor:
+    return torch.empty_like(inner, memory_format=torch.contiguous_format)
+
+
+def _gradient_and_product(grad: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of the product, which may be overwritten, and (..., 2, F) -> gradient of the latter,
+    and the product.
+    """
+    if torch.compiler.is_compiling() or not kernels.can_run(inner):
+        return gated_silu_backward(grad, inner), gated_silu(inner)
+    from megatron_lightning.layers.kernels import gated_silu as kernel
+
+    grad, inner = grad.contiguous(), inner.contiguous()
+    return kernel.backward(grad, inner, product=grad), grad
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inner: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sink: DefersWeightGradient | None,
+        sums: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(inner, weight)
+        ctx.sink, ctx.sums = sink, sums
+        return F.linear(gated_silu(inner), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inner, weight = ctx.saved_tensors
+        needs_inner, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_inner = grad_weight = grad_bias = None
+        if ctx.sums and needs_inner and needs_weight and torch.compiler.is_compiling():
+            ticket = torch.empty(0, device=grad.device)
+            grad_inner = gated_linear_gradients(grad, inner, weight, ticket)
+        else:
+            product = None
+            if needs_inner:
+                grad_inner, product = _gradient_and_product(grad @ weight, inner)
+            if needs_weight:
+                product = gated_silu(inner) if product is None else product
+                grad_weight = _weight_gradient(ctx, grad, product, weight)
+        if needs_bias:
+            grad_bias = grad.flatten(0, -2).sum(dim=0)
+        return grad_inner, grad_weight, grad_bias, None, None
+
+
+def _weight_gradient(ctx: Any, grad: Tensor, product: Tensor, weight: Tensor) -> Tensor | None:
+    if ctx.sink is not None and ctx.sink.defer(grad, product, _WHOLE, None):
+        return None
+    if ctx.sums:
+        return weight_gradient(grad, product, weight)
+    return grad.flatten(0, -2).t() @ product.flatten(0, -2)
+
+
+_WHOLE = MeshAxis(name="whole")
