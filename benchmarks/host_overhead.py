@@ -21,23 +21,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from shapes import SHAPES, RandomTokens
+from shapes import SHAPES, RandomTokens, synchronize
 
 from megatron_lightning.config import GPTConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.utils.gradients import clip_factor
-
-TINY = dict(
-    layers=2, hidden=64, ffn=128, heads=4, groups=2, vocab=256, seq=64, micro=2, accumulate=2
-)
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class Overhead(L.Callback):
@@ -146,14 +136,14 @@ def measure(shape: dict[str, Any], args: argparse.Namespace) -> Overhead:
 def main() -> None:
     """Measure and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="a", choices=["tiny", *sorted(SHAPES)])
+    parser.add_argument("--shape", default="a", choices=sorted(SHAPES))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of the Trainer's steps")
     parser.add_argument("--steps", type=int, default=6, help="steps of a block")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    overhead = measure(TINY if args.shape == "tiny" else SHAPES[args.shape], args)
+    overhead = measure(SHAPES[args.shape], args)
     found = overhead.overheads()
     result = {
         "shape": args.shape,

@@ -168,6 +168,8 @@ def row_of(run: dict[str, Any]) -> str | None:
     """Name of the row that a result of `train_step.py` belongs to; None: of no row."""
     if run.get("backend", "torch") != "torch":
         return None  # the rows are those of torch and Triton alone
+    if run.get("mirror") is not None:
+        return None  # nothing was communicated
     sizes = {name: run.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
     apart = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     devices = run.get("devices", 1)

@@ -53,6 +53,17 @@ SHAPES: dict[str, dict[str, Any]] = {
             aux_loss_coeff=1e-3,
         ),
     ),
+    "tiny": dict(  # anywhere: does it run?
+        layers=4,
+        hidden=64,
+        ffn=128,
+        heads=4,
+        groups=2,
+        vocab=256,
+        seq=64,
+        micro=2,
+        accumulate=2,
+    ),
     "s": dict(  # bound by the host that launches kernels
         layers=8,
         hidden=1024,
@@ -65,6 +76,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         accumulate=2,
     ),
 }
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def document_starts(rows: int, seq: int, seed: int, mean: int = 1024) -> Tensor:

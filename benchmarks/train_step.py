@@ -15,12 +15,18 @@ Whatever has no option of its own is set by `--set`: a field of the strategy's c
 Tokens a second a GPU are the median over `--steps` steps, the device synchronised around each.
 FLOPs a token: 6 N_matmul + k L heads head_dim S, k = 12 for the whole score matrix (full), 6 for
 what a causal kernel computes; MFU against 989 TFLOP/s. The ceiling is a product of 8192^3 in
-bfloat16, measured before. Peak memory is that of the rank that needs most. `speed.py` runs this
-beside the peer.
+bfloat16, measured before. Peak memory is that of the rank that needs most. `host_ms` is the host's
+time until all of a step is launched, the median; where the queue of launches is full, it has waited
+for the device (a short `--seq` tells the host's own time). `speed.py` runs this beside the peer.
+
+`--mirror 2 --tp 2` runs one rank (`--rank`) of a layout of two alone, the others being its mirror
+images (`mirror.py`): computing, launching and memory without communication. Losses are then those
+of no training. `--shapes tiny` runs on the CPU too.
 """
 
 import argparse
 import ast
+import contextlib
 import gc
 import json
 import os
@@ -34,7 +40,8 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from kernel_gaps import idle_lines
-from shapes import SHAPES, RandomTokens
+from mirror import mirrored, stage_input
+from shapes import SHAPES, RandomTokens, synchronize
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.config import (
@@ -103,12 +110,13 @@ class Kernels(L.Callback):
 
 
 class Clock(L.Callback):
-    """Seconds of each step, the device synchronised."""
+    """Seconds of each step, the device synchronised, and of the host until all is launched."""
 
     reads_gradients = reads_parameters = False
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.host_seconds: list[float] = []
         self.losses: list[float] = []
         self.peak_gib = 0.0
 
@@ -116,18 +124,20 @@ class Clock(L.Callback):
         gc.disable()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
-        torch.cuda.synchronize()
+        synchronize()
         self.start = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        torch.cuda.synchronize()
+        self.host_seconds.append(time.perf_counter() - self.start)
+        synchronize()
         self.seconds.append(time.perf_counter() - self.start)
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+        device = trainer.strategy.root_device
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
         if dist.is_initialized():
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         self.peak_gib = float(peak)
@@ -141,8 +151,10 @@ def experts_of(shape: dict[str, Any], forced: bool) -> MoEConfig | None:
     return replace(experts, load_balancing="forced", aux_loss_coeff=0.0)
 
 
-def ceiling() -> float:
-    """TFLOP/s of a product of 8192^3 in bfloat16, median of 20."""
+def ceiling() -> float | None:
+    """TFLOP/s of a product of 8192^3 in bfloat16, median of 20; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
@@ -249,8 +261,9 @@ def trainer_of(
     options = {field.name: getattr(layout, field.name) for field in fields(layout)}
     return L.Trainer(
         strategy=MegatronStrategy(**options),
-        accelerator="gpu",
-        devices=args.devices,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=1 if args.mirror else args.devices,
+        num_nodes=args.mirror or 1,
         precision="bf16-mixed",
         max_steps=args.warm + args.steps,
         gradient_clip_val=1.0,
@@ -267,18 +280,22 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     shape = shape_of(name, args)
     config, layout = network_of(shape, args), layout_of(args)
     top = ceiling()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
-    trainer = trainer_of(layout, args, [clock, *kernels])
     model = GPTModel(
         config,
         OptimizerConfig(lr=1e-4),
         SchedulerConfig(lr_decay_style="constant"),
         backend=args.backend,
     )
-    trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
+    arrives = stage_input(shape, tp=args.tp, cp=args.cp)
+    alone = mirrored(ranks=args.mirror, rank=args.rank, arrives=arrives)
+    with alone if args.mirror else contextlib.nullcontext():
+        trainer = trainer_of(layout, args, [clock, *kernels])
+        trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
     for one in kernels:
         table = one.table()
         if args.profile:
@@ -286,14 +303,16 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     seconds = sorted(clock.seconds[args.warm :])
     step = statistics.median(seconds)
     tokens = shape["micro"] * shape["accumulate"] * shape["seq"]
-    dp = args.devices // (args.tp * args.pp * args.cp)
-    rate = tokens * dp / step / args.devices
+    ranks = args.mirror or args.devices
+    dp = ranks // (args.tp * args.pp * args.cp)
+    rate = tokens * dp / step / ranks
     tflops = rate * config.flops_per_token(shape["seq"]) / 1e12
     causal = rate * config.flops_per_token(shape["seq"], causal=True) / 1e12
     return {
         "shape": name,
         "compile": args.compile,
-        "devices": args.devices,
+        "devices": ranks,
+        "mirror": args.rank if args.mirror else None,
         "tp": args.tp,
         "pp": args.pp,
         "ep": args.ep,
@@ -317,17 +336,18 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second_per_gpu": round(rate),
         "step_ms": round(1e3 * step, 1),
         "step_ms_p95": round(1e3 * seconds[int(0.95 * (len(seconds) - 1))], 1),
+        "host_ms": round(1e3 * statistics.median(clock.host_seconds[args.warm :]), 1),
         "tflops_full": round(tflops, 1),
         "tflops_causal": round(causal, 1),
         "mfu_full": round(tflops / H200_BF16_TFLOPS, 4),
         "mfu_causal": round(causal / H200_BF16_TFLOPS, 4),
-        "ceiling_tflops": round(top, 1),
-        "share_of_ceiling": round(tflops / top, 4),
+        "ceiling_tflops": top and round(top, 1),
+        "share_of_ceiling": top and round(tflops / top, 4),
         "kernel_busy_share": round(kernels[0].busy_share, 4) if kernels else None,
         "peak_gib": round(clock.peak_gib, 2),
         "first_loss": clock.losses[0],
         "last_loss": clock.losses[-1],
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
@@ -340,6 +360,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
     parser.add_argument("--backend", default="torch", choices=get_args(BackendName))
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--mirror", type=int, default=0, help="one rank of so many, alone")
+    parser.add_argument("--rank", type=int, default=0, help="--mirror: which")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
