@@ -134,7 +134,8 @@ def in_groups(tensors: Tensors, parts: int, streams: list[torch.cuda.Stream], ba
         for x in (tensors.grad, tensors.query, tensors.key, tensors.value)
     ]
     split = [[_like(x, tensors.order) for x in xs] for xs in split]
-    kept = [forward_of(*(xs[part] for xs in split[1:]), tensors.scale) for part in range(parts)]
+    grads, queries, keys, values = split
+    kept = [forward_of(queries[i], keys[i], values[i], tensors.scale) for i in range(parts)]
 
     def way() -> None:
         current = torch.cuda.current_stream()
@@ -143,11 +144,11 @@ def in_groups(tensors: Tensors, parts: int, streams: list[torch.cuda.Stream], ba
             if stream != current and part < len(streams):
                 stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                grad, query, key, value = (xs[part] for xs in split)
+                own = queries[part], keys[part], values[part]
                 if back:
-                    backward_of(grad, query, key, value, *kept[part], tensors.scale)
+                    backward_of(grads[part], *own, *kept[part], tensors.scale)
                 else:
-                    forward_of(query, key, value, tensors.scale)
+                    forward_of(*own, tensors.scale)
         for stream in streams:
             current.wait_stream(stream)
 
@@ -323,7 +324,7 @@ def measure(case: Case, args: argparse.Namespace, until: float) -> list[dict[str
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Ways of causal attention")
     parser.add_argument("--out", default="", help="JSON file of all rows")
     parser.add_argument("--repeats", type=int, default=8, help="calls of each way")
     parser.add_argument("--seconds", type=float, default=50, help="no further plan after so many")
@@ -336,7 +337,17 @@ def main() -> None:
         rows += measure(case, args, until)
         if args.out:
             with open(args.out, "w", encoding="utf-8") as file:
-                json.dump({"gpu": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
+                json.dump(
+                    {
+                        "gpu": torch.cuda.get_device_name(),
+                        "torch": torch.__version__,
+                        "cuda": torch.version.cuda,
+                        "cudnn": torch.backends.cudnn.version(),
+                        "rows": rows,
+                    },
+                    file,
+                    indent=1,
+                )
 
 
 if __name__ == "__main__":

@@ -36,6 +36,13 @@ class ContextConfig:
         """All forms that are used."""
         return set(self.layer_forms) or {self.form}
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether a rank holds neighbouring tokens, a slice of each sample: with all_to_all alone,
+        where ranks have whole sequences in attention and no cut need balance their work.
+        """
+        return self.forms == {"all_to_all"}
+
     def check(self, context_parallel_size: int) -> list[str]:
         """Every violated rule, as a sentence with field, value and remedy."""
         known = get_args(ContextForm)

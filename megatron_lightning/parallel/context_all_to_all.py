@@ -23,26 +23,28 @@ class HeadExchange:
     """Moves between all heads of the own tokens and a part of the heads of `axis`' tokens.
 
     `lengths`: whole documents. `size` and `ranks`: the context size by which documents are cut, and
-    the context ranks whose tokens are joined, those of `axis` in its order.
+    the context ranks whose tokens are joined, those of `axis` in its order. `contiguous`: see
+    `context_slices.py`.
     """
 
     def __init__(
-        self, lengths: Sequence[int], size: int, ranks: Sequence[int], axis: MeshAxis
+        self,
+        lengths: Sequence[int],
+        size: int,
+        ranks: Sequence[int],
+        axis: MeshAxis,
+        *,
+        contiguous: bool = False,
     ) -> None:
         self.lengths = tuple(lengths)
         self.size = size
         self.ranks = tuple(ranks)
         self.axis = axis
+        self.contiguous = contiguous
 
     def to_heads(self, x: Tensor) -> Tensor:
         """(T, heads, D) -> (T * axis.size, heads / axis.size, D), in the order of the documents."""
-        heads = x.shape[1]
-        if heads % self.axis.size:
-            raise ValueError(
-                f"all_to_all over {self.axis.size} context ranks can't share out {heads} heads"
-                " (key/value heads of one tensor rank count too); use ring or all_gather, or a"
-                f" size that divides {heads}"
-            )
+        check_heads(x.shape[1], self.axis.size)
         result: Tensor = _ToHeads.apply(x, self)
         return result
 
@@ -53,15 +55,28 @@ class HeadExchange:
 
     def spread(self, x: Tensor) -> Tensor:
         """`to_heads` without autograd."""
-        into, _ = joining_index(self.lengths, self.size, self.ranks, x.device)
+        into, _ = self._joining(x.device)
         parts = x.unflatten(1, (self.axis.size, -1)).transpose(0, 1)  # (size, T, heads/size, D)
         return _exchange(parts, self.axis).flatten(0, 1).index_select(0, into)
 
     def collect(self, x: Tensor) -> Tensor:
         """`to_tokens` without autograd."""
-        _, back = joining_index(self.lengths, self.size, self.ranks, x.device)
+        _, back = self._joining(x.device)
         parts = x.index_select(0, back).unflatten(0, (self.axis.size, -1))
         return _exchange(parts, self.axis).transpose(0, 1).flatten(1, 2)
+
+    def _joining(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return joining_index(self.lengths, self.size, self.ranks, device, self.contiguous)
+
+
+def check_heads(heads: int, size: int) -> None:
+    """ValueError where `size` ranks can't share out `heads` heads."""
+    if heads % size:
+        raise ValueError(
+            f"all_to_all over {size} context ranks can't share out {heads} heads"
+            " (key/value heads of one tensor rank count too); use ring or all_gather, or a"
+            f" size that divides {heads}"
+        )
 
 
 def _exchange(parts: Tensor, axis: MeshAxis) -> Tensor:

@@ -74,6 +74,12 @@ class SequenceInfo:
         """Lengths of the documents of all samples, one sample after the other."""
         return tuple(length for row in self.lengths for length in row)
 
+    def pieces(self, contiguous: bool) -> tuple[int, ...]:
+        """Lengths of what context ranks share out one by one: documents, or whole samples where
+        each rank holds a slice of them.
+        """
+        return tuple(sum(row) for row in self.lengths) if contiguous else self.flat
+
     @property
     def is_uniform(self) -> bool:
         """True when all samples are packed alike."""

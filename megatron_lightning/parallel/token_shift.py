@@ -20,6 +20,7 @@ class TokenShift(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.axis = MeshAxis(name="cp")
+        self.contiguous = False  # see `context_slices.py`
 
     @torch.no_grad()
     @torch.compiler.disable
@@ -45,15 +46,17 @@ class TokenShift(nn.Module):
         if self.axis.size == 1:
             return x.flatten()
         ranks = tuple(range(self.axis.size))
-        into, _ = joining_index(info.flat, self.axis.size, ranks, x.device)
+        pieces = info.pieces(self.contiguous)
+        into, _ = joining_index(pieces, self.axis.size, ranks, x.device, self.contiguous)
         return all_gather(x.flatten(), self.axis, 0).index_select(0, into)
 
     def _own(self, whole: Tensor, info: SequenceInfo) -> Tensor:
         """This rank's part of whole samples."""
         if self.axis.size == 1:
             return whole
-        index = local_index(info.flat, self.axis.size, self.axis.rank).to(whole.device)
-        return whole.flatten().index_select(0, index).view(len(whole), -1)
+        pieces = info.pieces(self.contiguous)
+        index = local_index(pieces, self.axis.size, self.axis.rank, contiguous=self.contiguous)
+        return whole.flatten().index_select(0, index.to(whole.device)).view(len(whole), -1)
 
 
 def _shift(whole: Tensor, document: Tensor | None, places: int, fill: float) -> Tensor:

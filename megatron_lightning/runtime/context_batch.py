@@ -1,10 +1,10 @@
 """From a whole micro-batch to the part of its sequence that a context rank holds.
 
 Every rank of a context axis reads the same batch. Labels are shifted and positions are made before
-the cut, so a token keeps both wherever it lands. Samples (or the documents packed into them) are
-cut into zig-zag parts, see `parallel/context_slices.py`; what doesn't divide is padded at its end,
-outside of the loss. Fields are cut along the dim that a table names, and an unknown field is an
-error: a guess would train on the wrong tokens.
+the cut, so a token keeps both wherever it lands. Samples are cut into slices, or they (or the
+documents packed into them) into zig-zag parts, see `parallel/context_slices.py`; what doesn't
+divide is padded at its end, outside of the loss. Fields are cut along the dim that a table names,
+and an unknown field is an error: a guess would train on the wrong tokens.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ class ContextSlicer:
         batch_dims: Mapping[str, int],
         sequence_dims: Mapping[str, int | None] = SEQUENCE_DIMS,
         sequence_parallel: bool = False,
+        contiguous: bool = False,
     ) -> None:
         self._axis = mesh.cp
+        self._contiguous = contiguous
         self._batch_dims = batch_dims
         self._dims = sequence_dims
         self._tensor_size = mesh.tp.size if sequence_parallel else 1
@@ -157,8 +159,13 @@ class ContextSlicer:
         true = SequenceInfo(((length,),)) if packed is None else packed
         if true.is_uniform:
             true = SequenceInfo(true.lengths[:1])
-        padded = [[padded_length(n, size) for n in row] for row in true.lengths]
-        total = padded_length(max(sum(row) for row in padded), size, self._tensor_size)
+        if self._contiguous:  # documents are not cut one by one
+            padded = [list(row) for row in true.lengths]
+        else:
+            padded = [[padded_length(n, size) for n in row] for row in true.lengths]
+        total = padded_length(
+            max(sum(row) for row in padded), size, self._tensor_size, contiguous=self._contiguous
+        )
         places = [_places(row, wide) for row, wide in zip(true.lengths, padded, strict=True)]
         if packed is None:
             padded = [[total]]  # one document, padding and all
@@ -167,11 +174,12 @@ class ContextSlicer:
         table = torch.stack(
             [torch.cat([place, place.new_full((total - len(place),), -1)]) for place in places]
         )  # (1 or B, padded S)
+        rows = tuple(tuple(row) for row in padded)
         sources = []
         for rank in range(size):
-            index = [local_index(row, size, rank) for row in padded]
+            pieces = [SequenceInfo((row,)).pieces(self._contiguous) for row in rows]
+            index = [local_index(p, size, rank, contiguous=self._contiguous) for p in pieces]
             sources.append(table.gather(1, torch.stack(index)))
-        rows = tuple(tuple(row) for row in padded)
         count = 1 if packed is None else len(packed.lengths)
         return sources, SequenceInfo(rows * count if len(rows) == 1 else rows)
 

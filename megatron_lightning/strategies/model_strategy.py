@@ -347,6 +347,7 @@ class ModelStrategy(MeshStrategy):
             batch_dims=self._batch_dims,
             sequence_dims=self._sequence_dims,
             sequence_parallel=self.config.sequence_parallel,
+            contiguous=self.config.context.contiguous,
         )
         return [cut(micro_batch) for micro_batch in whole]
 

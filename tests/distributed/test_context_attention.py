@@ -53,10 +53,12 @@ def swapped(core: CoreAttention, mesh: ParallelMesh, config: ContextConfig) -> C
     return context
 
 
-def own_rows(size: int, rank: int, sequence: SequenceInfo | None) -> Tensor:
+def own_rows(
+    size: int, rank: int, sequence: SequenceInfo | None, *, contiguous: bool = False
+) -> Tensor:
     """(B, S / size) tokens of each sample that a rank holds."""
-    lengths = ((LENGTH,),) * BATCH if sequence is None else sequence.lengths
-    return torch.stack([local_index(row, size, rank) for row in lengths])
+    lengths = ((LENGTH,),) * BATCH if sequence is None or contiguous else sequence.lengths
+    return torch.stack([local_index(row, size, rank, contiguous=contiguous) for row in lengths])
 
 
 def part(x: Tensor, rows: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def compare(
     expected.backward(grad.float())
     mesh, config = build(size, form)
     core = swapped(made(kind, window), mesh, config)
-    rows = own_rows(size, rank, sequence)
+    rows = own_rows(size, rank, sequence, contiguous=config.contiguous)
     local = [part(x, rows).requires_grad_() for x in (query, key, value)]
     output = core(*local, sequence)
     output.backward(part(grad, rows))
@@ -120,7 +122,7 @@ def compare_variants(
     expected.backward(grad)
     mesh, config = build(size, form)
     core = swapped(made(kind, 11, cap=cap), mesh, config)
-    rows = own_rows(size, rank, sequence)
+    rows = own_rows(size, rank, sequence, contiguous=config.contiguous)
     local = [part(x, rows).requires_grad_() for x in (query, key, value)]
     own = sinks.clone().requires_grad_()
     output = core(*local, sequence, sinks=own)
@@ -234,7 +236,8 @@ def dropped(rank: int, size: int, form: ContextForm) -> Tensor:
     core = made("fused", 0, 0.5)
     core.dropout.stream = DropoutStreams(mesh, seed=1, sequence_parallel=False)
     query, key, value, _ = tensors(4, 16, torch.float32)
-    local = [part(x, own_rows(size, rank, None)) for x in (query, key, torch.ones_like(value))]
+    rows = own_rows(size, rank, None, contiguous=config.contiguous)
+    local = [part(x, rows) for x in (query, key, torch.ones_like(value))]
     return swapped(core, mesh, config)(*local)
 
 

@@ -19,6 +19,7 @@ from megatron_lightning.config import (
     RuntimeConfig,
 )
 from megatron_lightning.models import GPTModel
+from megatron_lightning.parallel import context_exchange
 from tests import tolerances
 from tests.distributed.test_resume import fit
 from tests.harness import RankError, run_ranks_fresh
@@ -135,7 +136,6 @@ def test_four_ranks(form: str) -> None:
         ("tied_learned", "packed_alike", "all_gather"),
         slow("windows", "packed", "all_gather"),
         slow("windows", "packed", "hierarchical"),
-        slow("windows", "odd", "all_to_all"),
         slow("tied_learned", "odd", "all_gather"),
         slow("tied_learned", "packed", "ring"),
     ],
@@ -168,6 +168,26 @@ def test_one_label_in_a_sequence(size: int, normalization: str, form: str) -> No
     assert_same_training(run_ranks_fresh(train, size, run), alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "batches"), [("tied_learned", "odd"), ("windows", "packed")])
+def test_slices_of_neighbouring_tokens_in_compiled_layers(
+    monkeypatch: pytest.MonkeyPatch, model: str, batches: str
+) -> None:
+    """All-to-all alone: heads in two groups, within the compiled layers' graph."""
+    monkeypatch.setattr(context_exchange, "MIN_TOKENS", 0)
+    runtime = RuntimeConfig(compile_layers=True)
+    run = run_of(model, batches, layout=over_ranks(2, "all_to_all", runtime=runtime))
+    ranks = run_ranks_fresh(train, 2, run, timeout=280)
+    assert_same_training(ranks, single(model, batches))
+
+
+@pytest.mark.parametrize("batches", ["packed", pytest.param("odd", marks=pytest.mark.slow)])
+def test_slices_of_neighbouring_tokens(batches: str) -> None:
+    """Which neither pads documents nor cuts them one by one."""
+    run = run_of("windows", batches, layout=over_ranks(4, "all_to_all"))
+    assert_same_training(run_ranks_fresh(train, 4, run), single("windows", batches))
+
+
 JOINED: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp_cp2": (4, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "pp2_cp2": (4, dict(pipeline_parallel_size=2, micro_batch_size=2)),
@@ -197,6 +217,8 @@ JOINED: dict[str, tuple[int, dict[str, Any]]] = {
         slow("pp2_interleaved_cp2", "ring"),
         slow("cp2_dp2", "all_gather"),
         slow("tp2_sp_cp2_dp2", "ring"),
+        slow("tp2_sp_cp2", "all_to_all"),
+        slow("pp2_interleaved_cp2", "all_to_all"),
         slow("pp2_cp2_dp2", "all_to_all"),
     ],
 )
