@@ -8,11 +8,12 @@ gradient, and are no token.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel.plain_layers import Border
@@ -95,7 +96,7 @@ class PositionEmbedding(nn.Module):
             check_ids(ids, self.size)
         if self.before is not None:
             ids = self.before(ids)
-        return F.embedding(ids.t(), self.weight)  # (S, B, H)
+        return _rows(ids.t(), self.weight)  # (S, B, H)
 
     def extra_repr(self) -> str:
         """Sizes held."""
@@ -144,12 +145,35 @@ def lookup(ids: Tensor, weight: Tensor, offset: int | None) -> Tensor:
     held): (*ids, H).
     """
     if offset is None:
-        return F.embedding(ids, weight)
+        return _rows(ids, weight)
     local = ids - offset
     elsewhere = (local < 0) | (local >= weight.shape[0])
-    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(
-        elsewhere[..., None], 0.0
-    )
+    return _rows(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
+
+
+def _rows(ids: Tensor, weight: Tensor) -> Tensor:
+    """`F.embedding`, with gradients summed in float32 on the CPU too: torch adds them up in the
+    weight's dtype there, in which a row that occurs often soon grows no more.
+    """
+    if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
+        return _Rows.apply(ids, weight)
+    return F.embedding(ids, weight)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        sums = grad.new_zeros((ctx.rows, grad.shape[-1]), dtype=torch.float32)
+        sums.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).float())
+        return None, sums.to(ctx.dtype)
 
 
 def check_ids(ids: Tensor, size: int) -> None:

@@ -64,6 +64,24 @@ def test_padded_rows_are_no_tokens() -> None:
         embedding(torch.tensor([[12]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [None, 0])
+def test_gradients_of_frequent_tokens_are_summed_in_float32(
+    dtype: torch.dtype, offset: int | None
+) -> None:
+    """4096 times the same token: a sum in bfloat16 would stop at 256 times its addend."""
+    embedding = VocabularyEmbedding(11, 4, initial=INITIAL)
+    _fill(embedding)
+    embedding.vocabulary_offset = offset
+    embedding.to(dtype)
+    tokens = torch.full((2, 2048), 3)
+    tokens[0, 0] = 5
+    embedding(tokens).sum().backward()
+    expected = torch.zeros(11, 4)
+    expected[3], expected[5] = 4095, 1
+    assert torch.equal(embedding.weight.grad, expected.to(dtype))
+
+
 def test_positions() -> None:
     embedding = PositionEmbedding(8, 4, initial=INITIAL)
     weight = _fill(embedding)
