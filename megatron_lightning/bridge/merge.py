@@ -1,5 +1,5 @@
 """Weights with their adapters in them, W + scale * B A, computed while they are written: each rank
-for its own boxes, one layer's product at a time, in float32.
+for its own boxes, the product of one layer, or one of its experts, at a time, in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from megatron_lightning.config.lora import ADAPTERS, is_adapter
 from megatron_lightning.layers.lora import WHOLE, Parts
 from megatron_lightning.models import MegatronModule
 
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+"""By projection: A (rank, in) and B (*out, rank), local; of stacked experts, all."""
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -26,7 +29,7 @@ class Factors:
 
     parts: Parts | None
     pairs: Mapping[str, tuple[Callable[[], Tensor], ...]]
-    """By projection: what gives A (rank, in) and B (*out, rank), local; of stacked experts, all."""
+    """What gives `Pairs`."""
     offsets: tuple[int, ...]
     """Where the box begins in the weight."""
     shape: tuple[int, ...]
@@ -34,21 +37,28 @@ class Factors:
     scale: float
 
     @torch.no_grad()
-    def product(self) -> Tensor:
-        """What the adapters add to the box, in float32."""
-        pairs = {name: (a().float(), b().float()) for name, (a, b) in self.pairs.items()}
-        lead = next(iter(pairs.values()))[0].dim() - 2  # 1 for stacked experts
-        deltas = {name: self._one(a, b, lead) for name, (a, b) in pairs.items()}
-        if self.parts is None:
-            return deltas[WHOLE].movedim(lead, -1)
-        *out, inner = self.shape
-        like = next(iter(deltas.values())).new_empty(*out[:lead], inner, *out[lead:])
-        return self.parts.join(deltas, like).movedim(lead, -1)
+    def read(self) -> Pairs:
+        """A and B of each projection, in float32: small beside the weight."""
+        return {name: (a().float(), b().float()) for name, (a, b) in self.pairs.items()}
 
-    def _one(self, a: Tensor, b: Tensor, lead: int) -> Tensor:
-        """(*experts, in, *out): what the adapter makes of each input feature alone."""
-        delta = a.transpose(-1, -2) @ b.flatten(lead, -2).transpose(-1, -2) * self.scale
-        return delta.unflatten(-1, b.shape[lead:-1])
+    @torch.no_grad()
+    def product(self, pairs: Pairs, expert: int | None) -> Tensor:
+        """What the adapters that were read add to the box, in float32; of stacked experts to that
+        of one.
+        """
+        if expert is not None:
+            pairs = {name: (a[expert], b[expert]) for name, (a, b) in pairs.items()}
+        deltas = {name: self._one(a, b) for name, (a, b) in pairs.items()}
+        if self.parts is None:
+            return deltas[WHOLE].movedim(0, -1)
+        *out, inner = self.shape if expert is None else self.shape[1:]
+        like = next(iter(deltas.values())).new_empty(inner, *out)
+        return self.parts.join(deltas, like).movedim(0, -1)
+
+    def _one(self, a: Tensor, b: Tensor) -> Tensor:
+        """(in, *out): what the adapter makes of each input feature alone."""
+        delta = a.t() @ b.flatten(0, -2).t() * self.scale
+        return delta.unflatten(-1, b.shape[:-1])
 
 
 @dataclass
@@ -58,7 +68,10 @@ class Merged:
     held: Held
     factors: Mapping[str, Factors]
     """By the name of the weight."""
-    _last: tuple[str, Tensor] | None = field(default=None, init=False)
+    _read: tuple[str, Pairs] | None = field(default=None, init=False)
+    """The last adapters, which several boxes may need."""
+    _made: tuple[str, int | None, Tensor] | None = field(default=None, init=False)
+    """The last product: of a weight, or of one of its experts."""
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """See `Held`."""
@@ -73,10 +86,27 @@ class Merged:
         values, factors = self.held.values(name, box), self.factors.get(name)
         if factors is None:
             return values
-        if self._last is None or self._last[0] != name:
-            self._last = name, factors.product()
-        inside = self._last[1][box.shift(factors.offsets, sign=-1).slices()]
-        return (values.float() + inside.to(values.device)).to(values.dtype)
+        if self._read is None or self._read[0] != name:
+            self._read = name, factors.read()
+        inside = box.shift(factors.offsets, sign=-1).slices()
+        some_a, _ = next(iter(self._read[1].values()))
+        if some_a.dim() == 2:
+            return _sum(values, self._product(name, None)[inside])
+        merged = torch.empty_like(values)
+        for place, expert in enumerate(range(inside[0].start, inside[0].stop)):
+            delta = self._product(name, expert)[inside[1:]]
+            merged[place] = _sum(values[place], delta)
+        return merged
+
+    def _product(self, name: str, expert: int | None) -> Tensor:
+        if self._made is None or self._made[:2] != (name, expert):
+            assert self._read is not None
+            self._made = name, expert, self.factors[name].product(self._read[1], expert)
+        return self._made[2]
+
+
+def _sum(values: Tensor, delta: Tensor) -> Tensor:
+    return (values.float() + delta.to(values.device)).to(values.dtype)
 
 
 def merged(

@@ -1,5 +1,6 @@
 """Folders of `peft`: what is taken, what is refused by name, and merged weights on disk."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -9,17 +10,21 @@ import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megatron_lightning.bridge import (
     ExportOptions,
     export_checkpoint,
     from_hf,
+    merge,
     pretrained,
     save_adapters,
 )
 from megatron_lightning.bridge.adapters import short_names
+from megatron_lightning.checkpoint import Box
 from megatron_lightning.cli.main import main
 from megatron_lightning.config import GPTConfig, LoraConfig
+from megatron_lightning.layers.lora import StackedParts
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
 from tests.hf_models import tensors_of
@@ -250,3 +255,60 @@ def test_a_model_from_a_config_file(tmp_path: Path) -> None:
 
 def test_labels_of_the_recorded_batches_leave_prompts_out() -> None:
     assert batch_of(35, 0)["loss_mask"][:, :2].sum() == 0
+
+
+@pytest.mark.parametrize("projections", [("whole",), ("up",), ("gate", "up")])
+def test_experts_are_merged_one_by_one(
+    projections: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any box of stacked experts (E, 2, F, H); no product is larger than that of one."""
+    num, width, hidden, rank = 3, 4, 5, 2
+    shape = (num, 2, width, hidden)
+    offsets = (6, 0, 0, 0)  # experts 6 to 8 of more
+    weight = torch.randn(shape).bfloat16()
+    whole = projections == ("whole",)
+    out = (2, width) if whole else (width,)
+    pairs = {
+        name: (torch.randn(num, rank, hidden), torch.randn(num, *out, rank)) for name in projections
+    }
+    want = weight.float()
+    for name, (a, b) in pairs.items():
+        delta = 0.5 * torch.einsum("erh,e...r->e...h", a, b)
+        if whole:
+            want = want + delta
+        else:
+            want[:, ("gate", "up").index(name)] += delta
+
+    class OneWeight:
+        def values(self, name: str, box: Box) -> Tensor:
+            return weight[box.shift(offsets, sign=-1).slices()]
+
+    reads: list[Tensor] = []
+    products: list[Tensor] = []
+    given = {
+        name: tuple(functools.partial(_counted, reads, each) for each in pair)
+        for name, pair in pairs.items()
+    }
+    parts = None if whole else StackedParts(("gate", "up"))
+    factors = merge.Factors(parts, given, offsets, shape, 0.5)
+    product = merge.Factors.product
+
+    def noted(self: merge.Factors, *arguments: Any) -> Tensor:
+        products.append(product(self, *arguments))
+        return products[-1]
+
+    monkeypatch.setattr(merge.Factors, "product", noted)
+    held = merge.Merged(OneWeight(), {"w": factors})  # type: ignore[arg-type]
+    some = Box((7, 1, 1, 2), (2, 1, 3, 2))
+    for box in (Box(offsets, shape), some, Box((8, 0, 0, 0), (1, *shape[1:]))):
+        got = held.values("w", box)
+        assert got.dtype is torch.bfloat16
+        assert torch.equal(got, want.bfloat16()[box.shift(offsets, sign=-1).slices()])
+    assert len(reads) == 2 * len(projections)
+    assert {tuple(each.shape) for each in products} == {shape[1:]}
+    assert len(products) == 3 + 2  # the last expert is still there
+
+
+def _counted(reads: list[Tensor], tensor: Tensor) -> Tensor:
+    reads.append(tensor)
+    return tensor
