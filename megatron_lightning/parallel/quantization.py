@@ -54,6 +54,7 @@ from megatron_lightning.precision.te_recipes import (
     TETensorRecipe,
     recipe_problem,
 )
+from megatron_lightning.precision.weight_casts import WeightCasts, fit
 
 _REAL_MULTIPLE = 16
 _SPLITS: dict[Role, TensorSplit] = {Role.COLUMN: "columns", Role.ROW: "rows"}
@@ -62,7 +63,12 @@ _SPLITS: dict[Role, TensorSplit] = {Role.COLUMN: "columns", Role.ROW: "rows"}
 class Quantization:
     """What the runtime does for the low-precision layers of one rank's model."""
 
-    def __init__(self, mesh: ParallelMesh, delayed: DelayedScaling | None) -> None:
+    def __init__(
+        self, mesh: ParallelMesh, delayed: DelayedScaling | None, *, whole: bool = False
+    ) -> None:
+        """`whole`: when a batch begins every weight is there, and none is still being gathered."""
+        self._whole = whole
+        self._casts: WeightCasts | None = None
         self.clock = WeightClock()
         self.delayed = delayed
         self._over_ranks = partial(largest_over, axes=[mesh.dp_cp, mesh.tp])
@@ -82,14 +88,33 @@ class Quantization:
         Between evaluations that may be by a checkpoint read straight into their memory, or by
         `.data` (weight averaging), of which neither version nor address tells.
         """
-        if self._window_is_new or not training:
+        old = self._window_is_new or not training
+        if old:
             self.clock.tick()
         self._window_is_new = not training
         for products, module in self._in_regions:
             assert isinstance(module.weight, Tensor)
             announce(products, module.weight)
+        if old and self._whole:
+            self._round_together()
         if self.delayed is not None:
             self.delayed.recording = training
+
+    def _round_together(self) -> None:
+        """Round all weights that have scales of their own at once, where kernels can."""
+        members = [
+            (products, module.weight.detach().flatten(0, -2))
+            for products, module in self._in_regions
+            if products.rounds_apart and isinstance(module.weight, Tensor)
+        ]
+        weights = [weight for _, weight in members]
+        if not fit(weights):
+            self._casts = None
+            return
+        if self._casts is None or not self._casts.fits(weights):
+            self._casts = WeightCasts(weights)
+        for (products, weight), pair in zip(members, self._casts.cast(), strict=True):
+            products.hold(weight, pair)
 
     def finish_window(self) -> None:
         """After a window's last backward pass. All ranks of the mesh must call it."""
@@ -202,9 +227,11 @@ def apply_quantization(
     keeps_weights: bool,
     seed: int,
     prefix: str,
+    whole: bool = False,
 ) -> Quantization:
     """Set the products of the linear layers `names` (paths in the whole network) that the chunks
-    of this rank hold. ValueError where the device can't run the recipe.
+    of this rank hold; `whole`: see `Quantization`. ValueError where the device can't run the
+    recipe.
     """
     blocks = config.recipe == "fp8_blockwise"
     problem = None
@@ -226,7 +253,7 @@ def apply_quantization(
             margin=config.margin,
             device=mesh.device,
         )
-    quantization = Quantization(mesh, delayed)
+    quantization = Quantization(mesh, delayed, whole=whole)
     for name, module in modules.items():
         if hasattr(module, "quantized_experts"):
             row = table[f"{prefix}{name}.weight"]

@@ -32,6 +32,7 @@ from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.quantized_region import RegionLinear
 from megatron_lightning.precision.accumulate import add_to_sum_
+from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.operands import (
     BOTH,
     Noise,
@@ -160,8 +161,7 @@ class QuantizedProducts:
         """Operands of the weight (N, K), from before if it hasn't changed since. Where they are
         kept, both are made at once.
         """
-        held = weight if self.weight_held is None else self.weight_held
-        key = (self.clock.time, held._version, weight.data_ptr())
+        key = self._key_of(weight)
         if self._weight is not None and self._weight_key == key:
             return self._weight
         axes = [self.tensor_axis]
@@ -175,6 +175,20 @@ class QuantizedProducts:
         if self.keeps_weights:
             self._weight, self._weight_key = pair, key
         return pair
+
+    @property
+    def rounds_apart(self) -> bool:
+        """True where operands of a weight are a cast with one scale, of its own largest value."""
+        alone = self.keeps_weights and (self.split == "none" or self.tensor_axis.size == 1)
+        return alone and type(self.recipe) is FP8TensorRecipe and not self.recipe.lends_scales
+
+    def hold(self, weight: Tensor, pair: Pair) -> None:
+        """Take operands of the weight as it is now, from who has made them."""
+        self._weight, self._weight_key = pair, self._key_of(weight)
+
+    def _key_of(self, weight: Tensor) -> tuple[int, ...]:
+        held = weight if self.weight_held is None else self.weight_held
+        return self.clock.time, held._version, weight.data_ptr()
 
     def weight_gradient(
         self, weight: Tensor, grad: Operand, x: Operand, *, sums: bool

@@ -142,6 +142,7 @@ def parallelize(
             keeps_weights=shards is None,
             seed=seed,
             prefix=f"{target.attribute}.",
+            whole=config.data_parallel.sharding == "none",
         )
     if shards is not None:
         enter_sharded(model, roots)

@@ -15,6 +15,8 @@ from torch import Tensor
 _TILE = (64, 64)
 """Rows and columns that one program casts."""
 _TILE_WARPS = 4
+_WORDS = False
+"""Whether tiles change threads as words, or as what they are cast from."""
 _BY_COLUMNS = False
 """True: tiles beside each other are cast one after the other, else those below each other."""
 _BACKWARDS = False
@@ -93,6 +95,63 @@ def _limited(x, scale, limit):
 
 
 @triton.jit
+def _place_of(tile, padded_rows, columns, by_columns, height: tl.constexpr, width: tl.constexpr):
+    """How far down, and how far right a tile is."""
+    high, wide = tl.cdiv(padded_rows, height), tl.cdiv(columns, width)
+    if by_columns:
+        down, right = tile // wide, tile % wide
+    else:
+        down, right = tile % high, tile // high
+    return down.to(tl.int64), right.to(tl.int64)
+
+
+@triton.jit
+def _cast_words(
+    x,
+    itself,
+    transposed,
+    scale,
+    rows,
+    columns,
+    padded_rows,
+    limit,
+    down,
+    right,
+    want_itself: tl.constexpr,
+    want_transposed: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    """A tile, of which four rows that follow each other are one word of a column's: threads change
+    words, not bytes. The largest size in it.
+    """
+    quarter: tl.constexpr = height // 4
+    word_row = down * quarter + tl.arange(0, quarter)
+    column = right * width + tl.arange(0, width)
+    words = tl.zeros((quarter, width), tl.uint32)
+    most = tl.zeros((quarter, width), tl.float32)
+    for part in tl.static_range(4):
+        row = word_row * 4 + part
+        inside = (row[:, None] < rows) & (column[None, :] < columns)
+        at = row[:, None] * columns + column[None, :]
+        values = tl.load(x + at, mask=inside, other=0.0)
+        most = tl.maximum(most, _size(values))
+        limited = _limited(values, scale, limit)
+        if want_itself:
+            tl.store(itself + at, limited.to(itself.dtype.element_ty), mask=inside)
+        if want_transposed:
+            rounded = limited.to(transposed.dtype.element_ty).to(tl.uint8, bitcast=True)
+            words |= rounded.to(tl.uint32) << (8 * part)
+    if want_transposed:
+        words_a_column = padded_rows // 4
+        place = transposed.to(tl.pointer_type(tl.uint32), bitcast=True)
+        place += column[:, None] * words_a_column + word_row[None, :]
+        real = (column[:, None] < columns) & (word_row[None, :] < words_a_column)
+        tl.store(place, tl.trans(words), mask=real)
+    return most
+
+
+@triton.jit
 def _cast_both(
     x,
     itself,
@@ -106,6 +165,7 @@ def _cast_both(
     want_itself: tl.constexpr,
     want_transposed: tl.constexpr,
     record: tl.constexpr,
+    words: tl.constexpr,
     by_columns: tl.constexpr,
     backwards: tl.constexpr,
     height: tl.constexpr,
@@ -114,13 +174,70 @@ def _cast_both(
     tile = tl.program_id(0)
     if backwards:
         tile = tl.num_programs(0) - 1 - tile
-    high, wide = tl.cdiv(padded_rows, height), tl.cdiv(columns, width)
-    if by_columns:
-        down, right = tile // wide, tile % wide
+    down, right = _place_of(tile, padded_rows, columns, by_columns, height, width)
+    if words:
+        sizes = _cast_words(
+            x,
+            itself,
+            transposed,
+            tl.load(scale),
+            rows,
+            columns,
+            padded_rows,
+            limit,
+            down,
+            right,
+            want_itself,
+            want_transposed,
+            height,
+            width,
+        )
+        if record:
+            largest = tl.max(tl.max(sizes, axis=1), axis=0)
+            place = seen.to(tl.pointer_type(tl.int32), bitcast=True)
+            tl.atomic_max(place, largest.to(tl.int32, bitcast=True), sem="relaxed")
     else:
-        down, right = tile % high, tile // high
-    row = down.to(tl.int64) * height + tl.arange(0, height)
-    column = right.to(tl.int64) * width + tl.arange(0, width)
+        _cast_bytes(
+            x,
+            itself,
+            transposed,
+            tl.load(scale),
+            seen,
+            rows,
+            columns,
+            padded_rows,
+            limit,
+            down,
+            right,
+            want_itself,
+            want_transposed,
+            record,
+            height,
+            width,
+        )
+
+
+@triton.jit
+def _cast_bytes(
+    x,
+    itself,
+    transposed,
+    scale,
+    seen,
+    rows,
+    columns,
+    padded_rows,
+    limit,
+    down,
+    right,
+    want_itself: tl.constexpr,
+    want_transposed: tl.constexpr,
+    record: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    row = down * height + tl.arange(0, height)
+    column = right * width + tl.arange(0, width)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     if record:
@@ -128,7 +245,7 @@ def _cast_both(
         # Sizes are ordered as the integers of their bits.
         place = seen.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(place, most.to(tl.int32, bitcast=True), sem="relaxed")
-    limited = _limited(values, tl.load(scale), limit)
+    limited = _limited(values, scale, limit)
     if want_itself:
         rounded = limited.to(itself.dtype.element_ty)
         tl.store(itself + row[:, None] * columns + column[None, :], rounded, mask=inside)
@@ -219,6 +336,7 @@ def cast_both(
             want_itself=itself,
             want_transposed=transposed,
             record=seen is not None,
+            words=_WORDS,
             by_columns=_BY_COLUMNS,
             backwards=_BACKWARDS,
             height=height,
