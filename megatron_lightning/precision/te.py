@@ -1,12 +1,13 @@
 """Transformer Engine's kernels as plain functions: the one place of `precision` that imports it.
 
 Only what computes is taken from it (cuBLAS products, casts to FP8, norms, cuDNN attention); its
-modules, parameters and global FP8 state are not. Written against version 2.12.
+modules, parameters and global FP8 state are not.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from megatron_lightning.utils.logging import is_installed
 
-INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+VERSION = "2.12"
+"""What this was written for."""
+INSTALL = f"pip install --no-build-isolation 'transformer_engine[pytorch]=={VERSION}.*'"
 _REMEDY = "use backend='torch' (GPTModel) and kernels='torch' (QuantizationConfig)"
 _MULTIPLE = 16
 
@@ -57,10 +60,28 @@ class Engine(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def engine() -> Engine:
-    """Import it. ValueError where that is impossible."""
+    """Import it. ValueError where that is impossible, or where a version lacks what is called."""
     problem = missing()
     if problem is not None:
         raise ValueError(problem)
+    try:
+        return _imported()
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"Transformer Engine {_version()} is installed, but what is called of it could not be"
+            f" imported ({type(error).__name__}: {error}); install version {VERSION}, for which"
+            f" this was written ({INSTALL}), or {_REMEDY}"
+        ) from error
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _imported() -> Engine:
     import transformer_engine.pytorch.constants as constants  # pyright: ignore[reportMissingImports]
     import transformer_engine.pytorch.cpp_extensions as calls  # pyright: ignore[reportMissingImports]
     import transformer_engine.pytorch.tensor as tensors  # pyright: ignore[reportMissingImports]

@@ -3,7 +3,9 @@ plain torch how its kernels are called.
 """
 
 import itertools
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -51,6 +53,38 @@ def takes_all(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def test_absence_is_one_clear_message() -> None:
     with pytest.raises(ValueError, match=r"'transformer_engine': Transformer Engine is not inst"):
         GPTModel(tiny_config(), backend="transformer_engine").build_network("meta")
+
+
+@pytest.mark.parametrize("has_parts", [True, False])
+def test_another_version_is_one_clear_message(
+    has_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules that are not where they were, or lack what is called: which version there is, what
+    is missing and what to do.
+    """
+    names = ("", ".pytorch", ".pytorch.constants", ".pytorch.cpp_extensions", ".pytorch.tensor")
+    modules = {
+        f"transformer_engine{name}": ModuleType(f"transformer_engine{name}") for name in names
+    }
+    if has_parts:
+        modules["transformer_engine_torch"] = ModuleType("transformer_engine_torch")
+        for name in names[2:]:
+            part = modules[f"transformer_engine{name}"]
+            setattr(modules["transformer_engine.pytorch"], name.rpartition(".")[2], part)
+        modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(te, "missing", lambda: None)
+    monkeypatch.setattr(te.importlib.metadata, "version", lambda name: "3.1.0")
+    te.engine.cache_clear()
+    with pytest.raises(ValueError, match=r"Transformer Engine 3\.1\.0 is installed") as caught:
+        te.engine()
+    text = str(caught.value)
+    assert ("general_gemm" if has_parts else "transformer_engine_torch") in text
+    assert "install version 2.12" in text
+    assert "backend='torch'" in text
+    assert "kernels='torch'" in text
 
 
 @pytest.mark.usefixtures("installed")
