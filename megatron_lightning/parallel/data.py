@@ -185,7 +185,9 @@ class GradientBuckets:
         for layer in self._layers:
             slot = slots.get(id(layer.weight))
             # Hooks on the gradient itself are autograd's business.
-            layer.sums_weight_gradient = slot is not None and not slot.parameter._backward_hooks
+            sums = slot is not None and not slot.parameter._backward_hooks
+            if layer.sums_weight_gradient is not sums:  # setting an attribute of a module is slow
+                layer.sums_weight_gradient = sums
             if slot is not None:
                 announce(slot)
 

@@ -73,7 +73,9 @@ _by_address: weakref.WeakValueDictionary[int, MainGradient] = weakref.WeakValueD
 
 def announce(gradient: MainGradient) -> None:
     """Let layers find the sum; again when the weight's memory has moved."""
-    _by_address[gradient.parameter.data_ptr()] = gradient
+    address = gradient.parameter.data_ptr()
+    if _by_address.get(address) is not gradient:
+        _by_address[address] = gradient
 
 
 def main_gradient_of(weight: Tensor) -> MainGradient:
