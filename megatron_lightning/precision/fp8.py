@@ -45,6 +45,8 @@ _ROWS = 16
 """Products with scales of blocks need a multiple of it."""
 _BLOCKS = 9
 """Compute capability, its first number, of scales by blocks of 128."""
+_BLOCKS_CUDA = (12, 9)
+"""CUDA whose cuBLAS has them."""
 
 
 def device_problem(device: torch.device, *, blocks: bool = False) -> str | None:
@@ -64,7 +66,23 @@ def device_problem(device: torch.device, *, blocks: bool = False) -> str | None:
             f"{name} cuBLAS has FP8 products with scales of 1x128 and 128x128 on {_BLOCKS}.x only;"
             f" use recipe='fp8_rowwise', or {remedy}"
         )
-    return None
+    return blocks_problem() if blocks else None
+
+
+def blocks_problem() -> str | None:
+    """Why this build of torch has no products with scales of blocks on any device; None when it
+    has. Asks no device.
+    """
+    version = torch.version.cuda
+    if version is not None and tuple(map(int, version.split(".")[:2])) >= _BLOCKS_CUDA:
+        return None
+    needed = ".".join(map(str, _BLOCKS_CUDA))
+    return (
+        f"torch is built for CUDA {version}, and cuBLAS has FP8 products with scales of 1x128 and"
+        f" 128x128 from {needed} on; install a build for {needed} or newer, use"
+        " recipe='fp8_rowwise', or set simulate=True, which gives the recipe's numbers on any"
+        " device"
+    )
 
 
 class FP8TensorRecipe(TensorRecipe):

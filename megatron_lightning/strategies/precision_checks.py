@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 
+from megatron_lightning.precision.fp8 import blocks_problem
 from megatron_lightning.precision.plugin import MegatronPrecision
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ def _quantization(strategy: MeshStrategy, module: LightningModule) -> Iterator[s
             f" {strategy.root_device.type!r}: there are no FP8 products on it; set simulate=True,"
             " which gives the recipe's numbers on any device"
         )
+    elif not config.simulate and config.recipe == "fp8_blockwise":
+        problem = blocks_problem()
+        if problem is not None:
+            yield f"quantization.recipe='fp8_blockwise': {problem}"
     if config.recipe == "fp8_delayed" and not module.automatic_optimization:
         yield (
             "automatic_optimization=False with quantization.recipe='fp8_delayed': histories of"

@@ -11,6 +11,7 @@ from megatron_lightning.precision.fp8 import (
     FP8BlockRecipe,
     FP8RowRecipe,
     FP8TensorRecipe,
+    blocks_problem,
     device_problem,
 )
 from megatron_lightning.precision.operands import (
@@ -286,6 +287,31 @@ def test_transposed_operands_are_contiguous(rows: int) -> None:
         transposed = recipe.pair(x, "input").transposed
         assert transposed is not None
         assert transposed.values.is_contiguous()
+
+
+def test_scales_of_blocks_need_a_device_and_a_cuda_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One message for each, with what is there, what is needed and what to do."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for capability, words in (((9, 0), None), ((10, 0), "10.0"), ((8, 6), "8.6")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        problem = device_problem(device, blocks=True)
+        assert (problem is None) == (words is None)
+        assert words is None or (words in str(problem) and "simulate=True" in str(problem))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for version in ("12.8", "12.4", None):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert device_problem(device) is None
+        problem = device_problem(device, blocks=True)
+        assert problem is not None
+        assert f"CUDA {version}" in problem
+        assert "12.9" in problem
+        assert "recipe='fp8_rowwise'" in problem
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert blocks_problem() is None
 
 
 def test_devices_without_fp8_are_refused_with_the_remedy() -> None:
