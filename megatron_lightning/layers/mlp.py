@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers import quantized_gate
 from megatron_lightning.layers.clamped_gate import clamped_gate
 from megatron_lightning.layers.gated_silu import gated_silu
+from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel.random import Normal
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""
+        first, second = self.linear_fc1, self.linear_fc2
+        if type(first) is Linear and type(second) is Linear:
+            plain = self.activation.can_be_recomputed and not self.activation.recomputed
+            if plain and quantized_gate.fits(first, second, activation=self.activation):
+                return quantized_gate.gated_mlp(hidden, first, second)
         inner = self.linear_fc1(hidden)  # (S, B, F) or gated (S, B, 2, F)
         if self.activation.recomputed and torch.is_grad_enabled():
             return self.linear_fc2(inner, after_gate=True)

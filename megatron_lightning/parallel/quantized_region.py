@@ -163,18 +163,41 @@ class RegionLinear(torch.autograd.Function):
         """See `quantized_gradients`."""
         weight, values, scale = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = None
-        if needs_x or needs_weight:
-            sums = ctx.sums and needs_x  # an operation without a result would be left out
-            ticket = torch.empty(0, device=grad.device)
-            parts = largest_of_rows(grad) if ctx.takes_parts else None
-            grad_x, grad_weight = quantized_gradients(
-                grad, values, scale, weight, ticket, needs_x, needs_weight, sums, parts
-            )
-            grad_x = grad_x if needs_x else None
-            grad_weight = grad_weight if needs_weight and not sums else None
+        grad_x, grad_weight = region_gradients(
+            grad,
+            weight,
+            values,
+            scale,
+            needs_x=needs_x,
+            needs_weight=needs_weight,
+            sums=ctx.sums,
+            parts=largest_of_rows(grad) if ctx.takes_parts else None,
+        )
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def region_gradients(
+    grad: Tensor,
+    weight: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    *,
+    needs_x: bool,
+    needs_weight: bool,
+    sums: bool,
+    parts: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`quantized_gradients` of a region, None for what isn't needed or has gone to its sum."""
+    if not needs_x and not needs_weight:
+        return None, None
+    sums = sums and needs_x  # an operation without a result would be left out
+    ticket = torch.empty(0, device=grad.device)
+    grad_x, grad_weight = quantized_gradients(
+        grad, values, scale, weight, ticket, needs_x, needs_weight, sums, parts
+    )
+    made = needs_weight and not sums
+    return grad_x if needs_x else None, grad_weight if made else None
 
 
 def largest_of_rows(x: Tensor) -> Tensor:
