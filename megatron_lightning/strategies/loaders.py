@@ -9,7 +9,7 @@ its indices is therefore drawn on one rank and sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +118,7 @@ def fingerprint(batch: Any) -> int:
     """A number that depends on the tensors of `batch` (on up to about 4096 entries of each), the
     same wherever the batch is the same.
     """
-    sums = []
+    sums: list[Tensor] = []
     for leaf in pytree.tree_leaves(batch):
         if not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.is_complex():
             continue
@@ -126,6 +126,19 @@ def fingerprint(batch: Any) -> int:
         bits = some.double().view(torch.int64) if some.is_floating_point() else some.long()
         sums.append((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
     total = 0
-    for each in torch.stack(sums).tolist() if sums else ():
+    for each in _numbers(sums):
         total = (total * _PRIME + each) % (1 << 62)
     return total
+
+
+def _numbers(scalars: Sequence[Tensor]) -> list[int]:
+    """Whole numbers, fetched from each device at once: lengths of packed documents stay on the host
+    while the rest of a batch is on the GPU.
+    """
+    found = [0] * len(scalars)
+    for device in {each.device for each in scalars}:
+        places = [place for place, each in enumerate(scalars) if each.device == device]
+        values = torch.stack([scalars[place] for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+    return found
