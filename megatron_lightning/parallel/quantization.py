@@ -76,11 +76,23 @@ class Quantization:
         self.gathered: frozenset[str] = frozenset()
         """Weights that the sharded optimizer gathers in eight bits."""
         self._in_regions: list[tuple[QuantizedProducts, nn.Module]] = []
+        self._by_weight: dict[int, list[QuantizedProducts]] = {}
 
     def add(self, products: QuantizedProducts, module: nn.Module) -> None:
-        """A layer whose products may be operations of a compiled region."""
-        if products.in_regions:
+        """A layer whose products may be operations of a compiled region. Those that share a weight
+        stay outside of it: by the weight's address one would find what another holds.
+        """
+        if not products.in_regions:
+            return
+        weight = module.weight
+        sharing = self._by_weight.setdefault(id(weight), [])
+        sharing.append(products)
+        if len(sharing) == 1:
             self._in_regions.append((products, module))
+            return
+        for one in sharing:
+            one.in_regions = False
+        self._in_regions = [each for each in self._in_regions if each[1].weight is not weight]
 
     def begin_run(self, *, training: bool) -> None:
         """Before the passes of a batch: weights are rounded anew where they may have changed.

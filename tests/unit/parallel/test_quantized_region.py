@@ -1,5 +1,6 @@
 """Low-precision layers in compiled regions: one graph, and the numbers of eager ones."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Layer(nn.Module):
         return x + self.fc2(gated_silu(self.fc1(x * 2)))
 
 
-def quantize(layers: list[Layer], kind: str) -> Quantization:
+def quantize(layers: Sequence[Any], kind: str) -> Quantization:
     """As `apply_quantization` does it, on a device that it would refuse."""
     names = [f"{i}.{name}" for i in range(len(layers)) for name in NAMES]
     delayed = None
@@ -111,3 +112,22 @@ def train(kind: str, compiled: bool) -> list[Tensor]:
 def test_compiled_layers_are_one_graph_and_train_the_same(kind: str) -> None:
     for got, want in zip(train(kind, True), train(kind, False), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_that_share_a_weight_stay_outside_of_regions(layers: int) -> None:
+    """Delayed scaling by name: in a compiled layer one would take the other's scales."""
+    networks: list[Any] = [Layer().bfloat16() for _ in range(layers)]
+    for network in networks[1:]:
+        network.fc2.weight = networks[0].fc2.weight
+    quantization = quantize(networks, "delayed")
+    assert all(network.fc1.quantized.in_regions for network in networks)
+    assert not any(network.fc2.quantized.in_regions for network in networks)
+    assert quantization.delayed is not None
+    quantization.begin_run(training=True)
+    x = torch.ones(4, 1, 32).bfloat16()
+    for network in networks:
+        x = 4 * network(x)
+    quantization.finish_window()
+    largest = [quantization.delayed.tensors()[f"{i}.fc2"][0, 0] for i in range(layers)]
+    assert len({float(one) for one in largest}) == layers
