@@ -20,6 +20,9 @@ class StandIn:
     def begin(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def record(
         self, function: Callable[[], Any], generators: Sequence[torch.Generator]
     ) -> tuple[Replay, Any]:
@@ -40,6 +43,9 @@ class Tape:
     """
 
     def begin(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def record(

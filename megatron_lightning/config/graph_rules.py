@@ -29,9 +29,9 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "which parts of a sequence a rank holds is known to the host alone",
         ),
         (
-            config.expert_parallel_size > 1,
-            f"expert_parallel_size={config.expert_parallel_size}",
-            "it was never tried with the moves of tokens between graphs",
+            config.expert.overlap_all_to_all,
+            "expert.overlap_all_to_all=True",
+            "two micro-batches are under way at once and would write to the same memory",
         ),
         (
             config.data_parallel.sharding == "fsdp",
@@ -54,9 +54,9 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "rounded weights and scales are kept by the host for a window",
         ),
         (
-            config.tensor_parallel_size > 1,
-            f"tensor_parallel_size={config.tensor_parallel_size}",
-            "collectives within graphs were never tried with NCCL; set tensor_parallel_size=1",
+            config.sequence_parallel and config.runtime.overlap_tensor_parallel is not False,
+            f"runtime.overlap_tensor_parallel={config.runtime.overlap_tensor_parallel}",
+            "the host tells which of several pieces of memory a product uses; set it to False",
         ),
     )
     return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in rules if hit]

@@ -23,6 +23,10 @@ class Recorder(Protocol):
         """Before the graphs of a kind of micro-batch are recorded."""
         ...
 
+    def close(self) -> None:
+        """Let go of all graphs, which are not replayed any more."""
+        ...
+
     def record(
         self, function: Callable[[], T], generators: Sequence[torch.Generator]
     ) -> tuple[Replay, T]:
@@ -38,11 +42,20 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         with torch.cuda.stream(self._stream):  # cuBLAS takes its workspace outside of the pool
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.zeros(16, 16, device=device, dtype=dtype)
                 torch.mm(square, square)
         torch.cuda.current_stream(device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """See `Recorder.close`. Whoever still refers to a graph doesn't keep it: NCCL ends no
+        communicator that a graph uses.
+        """
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs = []
 
     def begin(self) -> None:
         """See `Recorder.begin`. What micro-batches without graphs used is given back: graphs take
@@ -66,6 +79,7 @@ class CudaRecorder:
                 _abandon(graph)
                 raise
             graph.capture_end()
+        self._graphs.append(graph)
         return graph.replay, result
 
 

@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from torch.nn.modules import module as global_hooks
 
 from megatron_lightning.layers.dropout import Dropout, Jitter
+from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.layers.moe.remote import AllToAllDispatcher
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.parallel.streams import Streams
 
@@ -50,6 +52,8 @@ class GraphRegion:
         ]
         self._buffers = [(m._buffers, name) for m in self._modules for name in m._buffers]
         self._routers = [m for m in self._modules if isinstance(m, Router)]
+        moved = [m.dispatcher for m in self._modules if isinstance(m, MoELayer)]
+        self._clocks = [d.ranks.clock for d in moved if isinstance(d, AllToAllDispatcher)]
         draws = any(isinstance(m, (Dropout, Jitter)) and m.draws for m in self._modules)
         self.generators: Sequence[torch.Generator] = (
             streams.generators() if draws and streams is not None else ()
@@ -65,6 +69,11 @@ class GraphRegion:
         """What graphs read and write besides gradients, where it lies now."""
         buffers = [tensor for place, name in self._buffers if (tensor := place[name]) is not None]
         return [*self.parameters, *buffers, *(r.statistics.tokens for r in self._routers)]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether somebody wants to know how long rows travel, which a graph doesn't tell."""
+        return any(clock.watching for clock in self._clocks)
 
     def state(self) -> State:
         """What a recording takes as given: which modules train, and which weights."""

@@ -78,7 +78,7 @@ class LayerGraphs:
         """Before each training forward of a micro-batch."""
         self.micro_batch += 1
         self._begun, self._current, self._position = True, None, -1
-        self._chosen = False
+        self._chosen = any(region.is_timed for region in self._regions)  # then all run as ever
         if self._buckets is None:
             return
         tensors = [*self._buckets.buffers]
@@ -205,6 +205,8 @@ class LayerGraphs:
     def _drop(self) -> None:
         self._sets = {}
         self._current = None
+        if self._recorder is not None:
+            self._recorder.close()
         self._recorder = None
         self._stale = False
 

@@ -433,6 +433,8 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._parallel is not None and self._parallel.graphs is not None:
+            self._parallel.graphs.set_buckets(None)  # groups can't end before their graphs
         self.give_up_if_alone()
         together = not (self.fails_alone or self.failed_after_another)
         self.saves.close(wait=not self.fails_alone)

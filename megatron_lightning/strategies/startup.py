@@ -31,7 +31,7 @@ from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_pat
 from megatron_lightning.strategies.recovery import recover_folders
 from megatron_lightning.strategies.resume import use_folders
 from megatron_lightning.strategies.trainer_checks import trainer_problems
-from megatron_lightning.utils.env import Launch
+from megatron_lightning.utils.env import Launch, provide
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
@@ -311,6 +311,10 @@ def init_process_group(strategy: MeshStrategy, timeout: timedelta) -> None:
     if backend is None:
         backend = "nccl" if strategy.root_device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": strategy.root_device} if backend == "nccl" else {}
+    if strategy.config.runtime.cuda_graphs != "none":
+        # Else NCCL lets ranks map each other's memory while they record, for which all must be
+        # there, and which segments that expand don't allow.
+        provide(override=False, NCCL_GRAPH_REGISTER="0")
     if strategy.store_file:
         options["store"] = dist.FileStore(strategy.store_file, strategy.world_size)
         options["store"].set_timeout(timeout)

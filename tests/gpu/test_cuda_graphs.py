@@ -5,6 +5,8 @@ pytest tests/gpu/test_cuda_graphs.py -m gpu -s
 
 import functools
 import json
+import os
+import socket
 import statistics
 import time
 from collections import Counter
@@ -14,11 +16,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.config import DataParallelConfig, GPTConfig, MoEConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
+from megatron_lightning.runtime.graph_recorder import CudaRecorder
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Run, assert_same_training, tiny_config, train
@@ -50,6 +54,17 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled": dict(compile=True),
     "compiled_experts": dict(config=dict(moe=PADDED), compile=True),
     "zero1": dict(layout=dict(data_parallel=DataParallelConfig(sharding="optimizer")), ranks=2),
+    "tp2": dict(layout=dict(tensor_parallel_size=2), ranks=2),
+    "tp2_sequence": dict(
+        layout=dict(tensor_parallel_size=2, sequence_parallel=True),
+        config=dict(hidden_dropout=0.1, attention_dropout=0.1),
+        accumulate=2,
+        ranks=2,
+    ),
+    "tp2_sequence_compiled": dict(
+        layout=dict(tensor_parallel_size=2, sequence_parallel=True), compile=True, ranks=2
+    ),
+    "ep2": dict(layout=dict(expert_parallel_size=2), config=dict(moe=PADDED), ranks=2),
 }
 
 
@@ -60,6 +75,7 @@ def run_of(case: str, graphs: str) -> Run:
     runtime = RuntimeConfig(
         cuda_graphs=graphs,  # type: ignore[arg-type]
         compile_layers=wanted.get("compile", False),
+        overlap_tensor_parallel=False,
     )
     layout = dict(micro_batch_size=2, runtime=runtime, **wanted.get("layout", {}))
     return Run(
@@ -217,3 +233,51 @@ def test_layers_with_experts_take_less_time(experts: str) -> None:
     assert graphed["cudaLaunchKernel"] < 0.3 * eager["cudaLaunchKernel"]
     assert graphed["ms"] < eager["ms"] / 2
     assert both["ms"] < compiled["ms"] / 2
+
+
+def captured(rank: int, world_size: int) -> None:
+    """Collectives as layers call them: started on NCCL's stream, and waited for."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    x = torch.ones(8, 4, device=device)
+
+    def function() -> torch.Tensor:
+        whole = torch.empty(8 * world_size, 4, device=device)
+        gathering: Any = dist.all_gather_into_tensor(whole, x, async_op=True)
+        beside = x * 2
+        gathering.wait()
+        own = torch.empty_like(x)
+        reducing: Any = dist.reduce_scatter_tensor(own, whole * 3, async_op=True)
+        reducing.wait()
+        moved = torch.empty_like(own)
+        dist.all_to_all_single(moved, own + beside)
+        dist.all_reduce(moved)
+        return moved
+
+    wanted = function()  # communicators are made
+    recorder = CudaRecorder(device)
+    recorder.begin()
+    replay, found = recorder.record(function, ())
+    for factor in (1.0, 2.0, 5.0):
+        x.fill_(factor)
+        replay()
+        torch.testing.assert_close(found, wanted * factor)
+    recorder.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_collectives_are_recorded(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_captured, (ranks, port), nprocs=ranks)
+
+
+def _captured(rank: int, world_size: int, port: int) -> None:
+    place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=world_size)
+    os.environ.update({key: str(value) for key, value in place.items()})
+    captured(rank, world_size)

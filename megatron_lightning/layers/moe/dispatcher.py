@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_lightning.layers.moe.permute import permute, permute_probs, sort_by_expert, unpermute
 from megatron_lightning.layers.moe.routing import Routing
+
+
+class Known(StrEnum):
+    """What the host knows of rows without asking the device."""
+
+    NOTHING = "nothing"
+    ROWS = "rows"
+    """How many there are."""
+    EACH = "each"
+    """How many each expert gets."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +43,10 @@ class Dispatched:
 class TokenDispatcher(Protocol):
     """Brings tokens to experts and sums what comes back."""
 
+    def known(self, *, padded: bool) -> Known:
+        """What follows from the number of tokens; `padded`: routers fill experts up."""
+        ...
+
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """(T, H) tokens of this rank -> rows for its experts."""
         ...
@@ -48,6 +63,10 @@ class LocalDispatcher:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+
+    def known(self, *, padded: bool) -> Known:
+        """See `TokenDispatcher.known`."""
+        return Known.EACH if padded else Known.ROWS
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """See `TokenDispatcher.dispatch`."""

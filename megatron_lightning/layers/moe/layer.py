@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.mlp import MLP
-from megatron_lightning.layers.moe.dispatcher import LocalDispatcher, TokenDispatcher
+from megatron_lightning.layers.moe.dispatcher import Known, LocalDispatcher, TokenDispatcher
 from megatron_lightning.layers.moe.experts import GroupedExperts
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.moe.side_stream import SideStream
@@ -65,9 +65,10 @@ class MoELayer(nn.Module):
         """Whether all sizes follow from the input's, so that the host has nothing to wait for, and
         everything runs on one stream: it may be recorded as a CUDA graph.
         """
-        padded = self.router.config.pad_to_capacity
-        here = isinstance(self.dispatcher, LocalDispatcher) and self.side is None
-        return here and not self.experts.waits_for_counts(padded=padded)
+        known = self.dispatcher.known(padded=self.router.config.pad_to_capacity)
+        if known is Known.NOTHING or self.side is not None:
+            return False
+        return not self.experts.waits_for_counts(padded=known is Known.EACH)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(S, B, H) -> (S, B, H)."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.expert import DispatcherName, ExpertConfig
-from megatron_lightning.layers.moe.dispatcher import Dispatched, TokenDispatcher
+from megatron_lightning.layers.moe.dispatcher import Dispatched, Known, TokenDispatcher
 from megatron_lightning.layers.moe.experts import GroupedExperts
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.permute import (
@@ -109,6 +109,10 @@ class AllToAllDispatcher:
         self.num_experts = num_experts
         self.ranks = ranks
 
+    def known(self, *, padded: bool) -> Known:
+        """See `TokenDispatcher.known`."""
+        return Known.EACH if padded else Known.NOTHING
+
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """See `TokenDispatcher.dispatch`."""
         order = sort_by_expert(routing, self.num_experts)
@@ -178,6 +182,10 @@ class AllGatherDispatcher:
         self.num_experts = num_experts
         self.ranks = ranks
 
+    def known(self, *, padded: bool) -> Known:
+        """See `TokenDispatcher.known`."""
+        return Known.NOTHING
+
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """See `TokenDispatcher.dispatch`."""
         axis = self.ranks.both
@@ -227,6 +235,10 @@ class SharedTokensDispatcher:
     def __init__(self, inner: TokenDispatcher, axis: MeshAxis) -> None:
         self.inner = inner
         self.axis = axis
+
+    def known(self, *, padded: bool) -> Known:
+        """See `TokenDispatcher.known`; parts of a capacity are unequal."""
+        return self.inner.known(padded=False)
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """See `TokenDispatcher.dispatch`."""

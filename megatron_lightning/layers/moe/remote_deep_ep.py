@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.layers.moe.dispatcher import Dispatched
+from megatron_lightning.layers.moe.dispatcher import Dispatched, Known
 from megatron_lightning.layers.moe.permute import (
     Order,
     first_rows,
@@ -87,6 +87,10 @@ class DeepEPDispatcher:
 
     def __init__(self, num_experts: int, ranks: ExpertRanks, buffer: DeepEPBuffer) -> None:
         self.num_experts, self.ranks, self.buffer = num_experts, ranks, buffer
+
+    def known(self, *, padded: bool) -> Known:
+        """See `TokenDispatcher.known`."""
+        return Known.NOTHING
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """See `TokenDispatcher.dispatch`. The host waits for the numbers of rows, once a layer."""

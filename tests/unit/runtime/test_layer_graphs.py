@@ -290,7 +290,14 @@ def test_what_changes_behind_a_recording_is_noticed(
             dict(runtime=RuntimeConfig(cuda_graphs="layers", exact_dropout=True)),
             "exact_dropout=True",
         ),
-        (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
+        (
+            dict(
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                runtime=RuntimeConfig(cuda_graphs="layers", overlap_tensor_parallel=True),
+            ),
+            "overlap_tensor_parallel=True",
+        ),
         (dict(runtime=RuntimeConfig(cuda_graphs="all")), "'all'"),  # type: ignore[arg-type]
     ],
 )
@@ -315,6 +322,9 @@ class Frozen:
     replaying: list[bool] | None = None
 
     def begin(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def record(
