@@ -23,6 +23,7 @@ from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.precision.masters import Unrounded, unrounded_values
 
 
 @dataclass(eq=False)
@@ -110,8 +111,10 @@ class ParameterShards:
         offload: bool = False,
         fp8: Collection[str] = (),
         tensor: MeshAxis | None = None,
+        initial: Unrounded | None = None,
     ) -> None:
         self._buckets = buckets
+        self._initial: Unrounded = initial or {}
         self._dtype = dtype
         self._offload = offload
         self._fp8 = frozenset(fp8)
@@ -194,6 +197,10 @@ class ParameterShards:
             if low < high:
                 begin = slot.begin + low - start
                 part = made.masters[begin : begin + high - low]
+                if made.has_copies and dtype is not own.dtype:
+                    exact = unrounded_values(slot.parameter, self._initial)
+                    if exact is not None:
+                        part.copy_(exact.flatten()[low:high])
                 # A scalar stays one: optimizers tell counts from state by their dims.
                 made.parts[slot.name] = Parameter(part if slot.parameter.dim() else part.view(()))
         spans = [

@@ -9,7 +9,8 @@ made of (seed, name), and the result is cut. Buffers are recomputed by `reset_bu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,12 +30,14 @@ def materialise(
     seed: int,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
+    drawn_dtype: torch.dtype | None = None,
     prefix: str = "",
 ) -> None:
     """Give every meta parameter and buffer memory and its initial value, in place.
 
     `table` and `prefix` are those of `apply_tensor_parallel`. `dtype`: of floating-point
-    parameters; None keeps what each has. Values are drawn in float32, then cast. What is real
+    parameters; None keeps what each has. Values are drawn in float32, then cast. `drawn_dtype`: in
+    its place for parameters that `initials` draw, where they are to be kept unrounded. What is real
     already keeps its values and is moved (and cast). Buffers keep their dtype. ValueError names
     modules whose values nothing defines.
     """
@@ -45,7 +48,8 @@ def materialise(
     made: dict[int, nn.Parameter] = {}
     for path, module, held in _owned_parameters(network, table, prefix):
         fresh = {name: info for name, info in held.items() if id(getattr(module, name)) not in made}
-        drawn = _draw(path, module, fresh, seed, device, dtype)
+        cast_to = dtype if drawn_dtype is None or _initials(module) is None else drawn_dtype
+        drawn = _draw(path, module, fresh, seed, device, cast_to)
         for name in held:
             old = getattr(module, name)
             if id(old) not in made:
@@ -53,6 +57,39 @@ def materialise(
                 made[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
     _assign_all(network, made)
     _fill_buffers(network, device, prefix)
+
+
+def initial_values(
+    network: nn.Module, table: Table, *, seed: int, prefix: str = ""
+) -> dict[nn.Parameter, Callable[[], Tensor]]:
+    """For every parameter that `initials` draw, how to draw it again, in float32 and unrounded: a
+    function that returns values of the parameter's local shape on its device.
+    """
+    found: dict[nn.Parameter, Callable[[], Tensor]] = {}
+    for _, module, held in _owned_parameters(network, table, prefix):
+        initials = _initials(module) or {}
+        for name, info in held.items():
+            parameter = getattr(module, name)
+            if name in initials and parameter.is_floating_point():
+                found.setdefault(parameter, partial(_drawn, initials[name], parameter, info, seed))
+    return found
+
+
+def _drawn(initial: Initial, like: Tensor, info: ParameterInfo, seed: int) -> Tensor:
+    value = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    _fill(initial, value, info, seed)
+    return value
+
+
+def _fill(initial: Initial, value: Tensor, info: ParameterInfo, seed: int) -> None:
+    initial.fill(
+        value,
+        seed=seed,
+        name=info.name,
+        global_shape=info.global_shape,
+        offsets=info.offsets,
+        sizes=info.sizes,
+    )
 
 
 def unknown_values(network: nn.Module) -> list[str]:
@@ -127,14 +164,7 @@ def _draw(
     for name, info in meta.items():
         like = getattr(module, name)
         value = torch.empty(like.shape, dtype=_cast(like.dtype, dtype), device=device)
-        initials[name].fill(
-            value,
-            seed=seed,
-            name=info.name,
-            global_shape=info.global_shape,
-            offsets=info.offsets,
-            sizes=info.sizes,
-        )
+        _fill(initials[name], value, info, seed)
         values[name] = value
     return values
 

@@ -7,20 +7,36 @@ parameters listed in them are exchanged (mixed-precision training with master we
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+Unrounded = Mapping[Parameter, Callable[[], Tensor]]
+"""How to draw a parameter's initial values again, before they were rounded to its dtype."""
+
+
+@torch.no_grad()
+def unrounded_values(parameter: Parameter, initial: Unrounded) -> Tensor | None:
+    """The parameter's values before they were rounded; None where it holds others than its
+    initial ones, as after weights were loaded.
+    """
+    if parameter not in initial:
+        return None
+    drawn = initial[parameter]()
+    return drawn if torch.equal(drawn.to(parameter.dtype), parameter) else None
+
 
 class MasterParameters:
     """Masters of all parameters of the given optimizers whose dtype isn't `dtype`.
 
     A step is: `attach_gradients`, the optimizer's step, `copy_to_model`, `detach_gradients`.
-    Parameters that already have the dtype are left to the optimizer as they are. The masters begin
-    as the model's weights and take over optimizer state that is there.
+    Parameters that already have the dtype are left to the optimizer as they are. The masters take
+    over optimizer state that is there. They begin as the model's weights, and while these are the
+    initial ones, as those before rounding: a master that begins as the rounded value lies in the
+    middle of what is rounded alike, so that the first small steps would move no weight at all.
     """
 
     def __init__(
@@ -29,7 +45,9 @@ class MasterParameters:
         named_parameters: Mapping[str, Parameter],
         *,
         dtype: torch.dtype = torch.float32,
+        initial: Unrounded | None = None,
     ) -> None:
+        self._initial: Unrounded = initial or {}
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._names = {parameter: name for name, parameter in named_parameters.items()}
         self._dtype = dtype
@@ -109,9 +127,9 @@ class MasterParameters:
             )
         master = self._master_of.get(parameter)
         if master is None:
-            master = Parameter(
-                parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad
-            )
+            exact = unrounded_values(parameter, self._initial)
+            values = parameter.detach() if exact is None else exact
+            master = Parameter(values.to(self._dtype), requires_grad=parameter.requires_grad)
             self._master_of[parameter] = master
         if parameter in optimizer.state:
             optimizer.state[master] = {

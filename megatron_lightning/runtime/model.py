@@ -62,6 +62,11 @@ class ParallelModel:
     """Fully sharded modules of each chunk; empty when parameters aren't sharded."""
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, init=False)
     """Dtype in which the network reads parameters that are kept in another, by canonical name."""
+    initial_values: Mapping[nn.Parameter, Callable[[], Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """How to draw parameters again as they were before their values were rounded; empty where they
+    are kept unrounded."""
     buckets: GradientBuckets | ShardedGradients | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
     expert_balance: ExpertBalance | None = field(default=None, init=False)

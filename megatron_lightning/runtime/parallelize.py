@@ -8,14 +8,14 @@ build on meta (the module's configure_model) -> cut stages (pipeline) -> split w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_lightning.config.parallel import ParallelConfig
@@ -32,7 +32,7 @@ from megatron_lightning.parallel.fsdp import (
     shard_children,
     shard_network,
 )
-from megatron_lightning.parallel.materialise import materialise
+from megatron_lightning.parallel.materialise import initial_values, materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap import Overlap
 from megatron_lightning.parallel.overlap_choice import choose_overlap
@@ -104,13 +104,21 @@ def parallelize(
     streams: Streams | None = None
     roots: list[tuple[FSDPModule, ...]] = []
     graphs: LayerGraphs | None = None
+    drawn: dict[nn.Parameter, Callable[[], Tensor]] = {}
     for chunk in chunks:
         rows, streams = _apply_layout(chunk, target, mesh, config, seed=seed, streams=streams)
         fill = partial(
-            _fill, rows=rows, seed=seed, device=mesh.device, dtype=params_dtype, target=target
+            _fill,
+            rows=rows,
+            seed=seed,
+            device=mesh.device,
+            dtype=params_dtype,
+            drawn_dtype=None if shards is None else main_params_dtype,
+            target=target,
         )
         if shards is None:
             fill(chunk, "")
+            drawn |= initial_values(chunk, rows, seed=seed, prefix=f"{target.attribute}.")
         else:
             names = [n.removeprefix(f"{target.attribute}.") for n, r in rows.items() if r.expert]
             layers, units = layers_of(chunk, target.plan), expert_units(chunk, names)
@@ -125,6 +133,7 @@ def parallelize(
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
     model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
     model.networks = tuple(chunks)
+    model.initial_values = drawn
     model.graphs = graphs
     if graphs is not None and model.expert_balance is not None:
         model.expert_balance.hold_weight()
@@ -213,11 +222,20 @@ def _fill(
     seed: int,
     device: torch.device,
     dtype: torch.dtype | None,
+    drawn_dtype: torch.dtype | None,
     target: Target,
 ) -> None:
     """Give the module at `path` of the network its values."""
     prefix = f"{target.attribute}.{path}." if path else f"{target.attribute}."
-    materialise(module, rows, seed=seed, device=device, dtype=dtype, prefix=prefix)
+    materialise(
+        module,
+        rows,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        drawn_dtype=drawn_dtype,
+        prefix=prefix,
+    )
 
 
 def _graph_and_compile(

@@ -73,6 +73,7 @@ class ParameterUpdate:
                 offload=config.data_parallel.offload_optimizer,
                 fp8=() if model.quantization is None else model.quantization.gathered,
                 tensor=mesh.tp,
+                initial=model.initial_values,
             )
         if shards is not None:
             self.distributed = DistributedOptimizer(
@@ -84,7 +85,10 @@ class ParameterUpdate:
             )
         elif has_masters:
             self.masters = MasterParameters(
-                self.optimizers, model.parameters, dtype=policy.main_params_dtype
+                self.optimizers,
+                model.parameters,
+                dtype=policy.main_params_dtype,
+                initial=model.initial_values,
             )
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
