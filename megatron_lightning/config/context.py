@@ -25,6 +25,10 @@ class ContextConfig:
     """hierarchical: ranks of one group of neighbours, between which heads are exchanged; it divides
     context_parallel_size."""
 
+    head_groups: int | None = None
+    """all_to_all alone: into how many groups, at most, a rank's key/value heads are dealt, whose
+    exchanges hide behind attention of other groups; worth it where links are slow. None: chosen."""
+
     def form_of(self, layer: int | None) -> ContextForm:
         """Form of layer number `layer` (from 0); None: of a core outside of numbered layers."""
         if layer is None or not self.layer_forms:
@@ -51,6 +55,10 @@ class ContextConfig:
             for form in dict.fromkeys((self.form, *self.layer_forms))
             if form not in known
         ]
+        if self.head_groups is not None and self.head_groups < 1:
+            problems.append(
+                f"context.head_groups={self.head_groups}: it must be at least 1, or None"
+            )
         size, inner = context_parallel_size, self.inner_size
         if size > 1 and "hierarchical" in self.forms:
             fits = [n for n in range(2, size) if size % n == 0]

@@ -48,10 +48,10 @@ def apply_context_parallel(network: nn.Module, mesh: ParallelMesh, config: Conte
     for name, core in _cores(network):
         parent, _, attribute = name.rpartition(".")
         form = config.form_of(_layer_of(name))
-        kind = ContextAttention
         if config.contiguous and not core.written_out and not core.score_cap:
-            kind = DealtAttention
-        context = kind(core, axes, form, contiguous=config.contiguous)
+            context = DealtAttention(core, axes, form, head_groups=config.head_groups)
+        else:
+            context = ContextAttention(core, axes, form, contiguous=config.contiguous)
         setattr(network.get_submodule(parent) if parent else network, attribute, context)
     for module in network.modules():
         if isinstance(module, TokenShift):

@@ -11,9 +11,8 @@ from torch import Tensor
 from megatron_lightning.config.context import ContextForm
 from megatron_lightning.parallel.context_all_to_all import HeadExchange, check_heads
 from megatron_lightning.parallel.context_exchange import (
+    Neighbours,
     announced,
-    collected,
-    dealt,
     exchanged_attention,
     groups_of,
 )
@@ -204,9 +203,11 @@ class DealtAttention(ContextAttention):
         form: ContextForm,
         *,
         contiguous: bool = True,
+        head_groups: int | None = None,
     ) -> None:
         super().__init__(core, axes, form, contiguous=contiguous)
         assert contiguous and form == "all_to_all"  # noqa: PT018
+        self.head_groups = head_groups
         self._ranks = announced(axes.whole)
 
     def forward(
@@ -226,26 +227,25 @@ class DealtAttention(ContextAttention):
             return plainly(query, key, value, sequence, rows=rows, sinks=sinks)
         size = self.axes.whole.size
         check_heads(key.shape[2], size)
-        groups = groups_of(key.shape[2] // size, key.shape[0] * size)
-        query, key, value = (dealt(x, size, groups) for x in (query, key, value))
-        settings = self._ranks.name, self.scale, self.window_size
+        groups = groups_of(key.shape[2] // size, key.shape[0] * size, self.head_groups)
+        settings = self._ranks, groups, self.scale, self.window_size
         if sequence is None:
-            return collected(exchanged_attention(query, key, value, *settings))
-        return collected(_eagerly(query, key, value, *settings, sequence))
+            return exchanged_attention(query, key, value, *settings)
+        return _eagerly(query, key, value, *settings, sequence)
 
 
 def _within_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    name: str,
+    ranks: Neighbours,
+    groups: tuple[int, int],
     scale: float,
     window: int,
     sequence: SequenceInfo,
 ) -> Tensor:
-    _, size, local, batch, *_ = query.shape
-    lengths = _whole(size * local, batch, sequence).flat
-    return exchanged_attention(query, key, value, name, scale, window, lengths)
+    whole = _whole(query.shape[0] * ranks.axis.size, query.shape[1], sequence)
+    return exchanged_attention(query, key, value, ranks, groups, scale, window, whole.flat)
 
 
 # Lengths change with each micro-batch, and compiled code would be made anew for each.

@@ -163,8 +163,12 @@ def _length(spans: tuple[Span, ...]) -> int:
 
 
 def _batch(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
-    """(T, N, D) -> (B, N, S, D), a view of a contiguous tensor."""
-    return x.contiguous().unflatten(0, (len(spans), -1)).transpose(1, 2)
+    """(T, N, D) -> (B, N, S, D), a view, also of some of the heads; the kernel reads 16 bytes."""
+    size = x.element_size()
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) != 1 or any(start * size % 16 for start in starts):
+        x = x.contiguous()
+    return x.unflatten(0, (len(spans), -1)).transpose(1, 2)
 
 
 def _rows(x: Tensor) -> Tensor:

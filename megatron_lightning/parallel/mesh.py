@@ -286,7 +286,9 @@ class ParallelMesh:
             pools |= dict.fromkeys(_EXPERT_AXES, in_layers)
             pools |= dict.fromkeys(_EXPERT_GRADIENT_AXES, {} if folded else made)
         axes = {
-            name: _make_axis(name, groups, rank, pools.get(name, made), timeout)
+            name: _make_axis(
+                name, groups, rank, pools.get(name, made), timeout, urgent=name in _ATTENTION_AXES
+            )
             for name, groups in lists.items()
         }
         lanes = Lanes(device) if side_by_side else None
@@ -396,14 +398,17 @@ def _make_axis(
     rank: int,
     made: dict[tuple[int, ...], Any],
     timeout: Any,
+    *,
+    urgent: bool = False,
 ) -> MeshAxis:
     """Make every group of an axis (all ranks must take part in making each) and return the one
-    that holds `rank`.
+    that holds `rank`. `urgent`: see `urgent_options`.
     """
     own: MeshAxis = MeshAxis(name=name, ranks=(rank,))
     for ranks in groups:
         if len(ranks) > 1 and ranks not in made:
-            made[ranks] = dist.new_group(ranks, timeout=timeout)
+            options = urgent_options(timeout) if urgent else None
+            made[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=options)
         if rank in ranks:
             own = MeshAxis(
                 name=name,
@@ -413,3 +418,16 @@ def _make_axis(
                 group=made[ranks] if len(ranks) > 1 else None,
             )
     return own
+
+
+def urgent_options(timeout: Any) -> Any:
+    """For groups whose messages travel beside attention: NCCL's kernels get the next
+    multiprocessors that are free. Else they would wait until all of attention's blocks have begun.
+    None where the backend isn't NCCL.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options

@@ -1,5 +1,6 @@
 """Context-parallel cores on their own: outputs and gradients of every form against one rank."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -75,6 +76,7 @@ def compare(
     window: int,
     sequence: SequenceInfo | None,
     dtype: torch.dtype,
+    head_groups: int | None = None,
 ) -> float:
     """Largest relative error of output and gradients on this rank."""
     query, key, value, grad = tensors(groups, v_dim, dtype)
@@ -82,6 +84,7 @@ def compare(
     expected = made("reference", window)(*whole, sequence)
     expected.backward(grad.float())
     mesh, config = build(size, form)
+    config = dataclasses.replace(config, head_groups=head_groups)
     core = swapped(made(kind, window), mesh, config)
     rows = own_rows(size, rank, sequence, contiguous=config.contiguous)
     local = [part(x, rows).requires_grad_() for x in (query, key, value)]
@@ -177,36 +180,43 @@ def test_bfloat16(form: Any) -> None:
     assert max(errors) < 2e-2
 
 
-def compare_by_groups(
-    rank: int, size: int, v_dim: int, window: int, sequence: SequenceInfo | None, dtype: torch.dtype
-) -> float:
-    """`compare` of exchanges hidden behind attention, which short sequences don't use."""
-    shortest, context_exchange.MIN_TOKENS = context_exchange.MIN_TOKENS, 0
-    try:
-        return compare(rank, size, "all_to_all", "fused", 8, v_dim, window, sequence, dtype)
-    finally:
-        context_exchange.MIN_TOKENS = shortest
-
-
 @pytest.mark.parametrize(
     ("size", "window", "sequence"), [(2, 0, None), (2, 11, PACKED), (4, 0, PACKED)]
 )
 @pytest.mark.parametrize(
-    ("v_dim", "dtype"), [(16, torch.float32), (6, torch.float32), (16, torch.bfloat16)]
+    ("v_dim", "dtype", "groups"),
+    [(16, torch.float32, 4), (6, torch.float32, None), (16, torch.bfloat16, None)],
 )
 def test_heads_in_groups(
-    size: int, window: int, sequence: SequenceInfo | None, v_dim: int, dtype: torch.dtype
+    size: int,
+    window: int,
+    sequence: SequenceInfo | None,
+    v_dim: int,
+    dtype: torch.dtype,
+    groups: int | None,
 ) -> None:
-    """Four groups on two ranks, two on four."""
-    errors = run_ranks(compare_by_groups, size, v_dim, window, sequence, dtype)
+    """Four groups on two ranks, two on four; or one forward, two backward."""
+    run_ranks(use_groups_for, size, 0)
+    try:
+        errors = run_ranks(
+            compare, size, "all_to_all", "fused", 8, v_dim, window, sequence, dtype, groups
+        )
+    finally:
+        run_ranks(use_groups_for, size, 8192)
     assert max(errors) < (5e-6 if dtype is torch.float32 else 2e-2)
 
 
+def use_groups_for(rank: int, size: int, tokens: int) -> None:
+    context_exchange.MIN_TOKENS = tokens
+
+
 def test_number_of_groups() -> None:
-    assert [context_exchange.groups_of(heads, 32768) for heads in (1, 2, 3, 4, 5, 6, 8)] == [
-        *(1, 2, 3, 4, 1, 3, 4)
-    ]
-    assert context_exchange.groups_of(4, 4096) == 1
+    def of(heads: int, wanted: int | None, tokens: int = 32768) -> tuple[int, int]:
+        return context_exchange.groups_of(heads, tokens, wanted)
+
+    assert [of(heads, 4)[0] for heads in (1, 2, 3, 4, 5, 6, 8)] == [1, 2, 3, 4, 1, 3, 4]
+    assert [of(heads, None) for heads in (1, 2, 3)] == [(1, 1), (1, 2), (1, 1)]
+    assert of(4, None, 4096) == (1, 1)
 
 
 def test_one_group_over_four_ranks() -> None:
