@@ -147,7 +147,8 @@ def long_attention(rank: int, world_size: int, form: str) -> dict[str, float]:
     core = FusedAttention(scale=128**-0.5, dropout=Dropout(0.0, Layout.HEADS))
     holder = torch.nn.ModuleDict({"core_attention": core})
     apply_context_parallel(holder, mesh, FORMS[form])
-    rows = local_index((LONG,), world_size, rank).to(device)
+    contiguous = FORMS[form].contiguous
+    rows = local_index((LONG,), world_size, rank, contiguous=contiguous).to(device)
     local = [x[rows].requires_grad_() for x in (query, key, value)]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the second pass is measured
