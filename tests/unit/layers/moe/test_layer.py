@@ -18,7 +18,13 @@ from megatron_lightning.layers.moe import (
     sort_by_expert,
     unpermute,
 )
+from megatron_lightning.layers.moe.remote import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    SharedTokensDispatcher,
+)
 from megatron_lightning.layers.torch_backend import TorchBackend
+from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 
 S, B, H, F_, E, K = 5, 2, 16, 12, 6, 2
@@ -288,3 +294,18 @@ def test_weight_gradients_put_off(name: str) -> None:
         if got is None:
             got = gradients.target.sums[key].view_as(parameter)
         torch.testing.assert_close(got, parameter.grad, msg=key)
+
+
+def test_sizes_that_follow_from_the_number_of_tokens() -> None:
+    padded = {"capacity_factor": 1.0, "pad_to_capacity": True}
+    assert make(padded).is_static
+    assert not make().is_static  # the CPU computes expert by expert, by their numbers of rows
+    assert not make({"capacity_factor": 1.0}).is_static
+    ranks: Any = None
+    for kind, static in ((AllToAllDispatcher, True), (AllGatherDispatcher, False)):
+        layer = make(padded)
+        layer.dispatcher = kind(E, ranks)
+        assert layer.is_static is static
+    layer = make(padded)
+    layer.dispatcher = SharedTokensDispatcher(layer.dispatcher, MeshAxis(name="tp"))
+    assert not layer.is_static
