@@ -70,6 +70,10 @@ class ChunkActivations:
     """Most that a forward works with besides."""
     backward: float
     """Most that a backward works with besides, recomputed layers included."""
+    split_backward: float
+    """The same of one that puts off weight gradients, what it leaves for them included."""
+    waiting: float
+    """What it leaves for them beyond `kept`, or less than that if negative."""
 
 
 def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivations:
@@ -79,15 +83,26 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     tokens = request.micro_batch_size * -(-request.seq_length // config.context_parallel_size)
     whole = [tokens * _kept(model, sizes, *_kind(request, layer), ()) for layer in chunk.layers]
     kept, again = _layers_kept(request, chunk.layers, whole, tokens, sizes)
-    host = 0.0
+    host, device = 0.0, kept
     if config.recompute.offload:  # two layers are on their way at a time
         host, kept = kept, min(kept, 2 * kept / max(1, len(chunk.layers)))
+        device = kept
         again = max([again, *(whole if config.recompute.mode == "full" else ())])
+    # The factors of a layer's products weigh as much as all that it keeps without recompute.
+    waiting = max(0.0, sum(whole) - device)
     if chunk.has_embedding:
         kept += tokens * embedding_bytes_per_token(model, sizes)
-    layer_backward = again + tokens * _working_bytes_per_token(request, sizes)
+    working = tokens * _working_bytes_per_token(request, sizes)
+    layer_backward, split_backward = again + working, max(again, waiting) + working
     if not chunk.has_head:
-        return ChunkActivations(kept=kept, host=host, forward=0.0, backward=layer_backward)
+        return ChunkActivations(
+            kept=kept,
+            host=host,
+            forward=0.0,
+            backward=layer_backward,
+            split_backward=split_backward,
+            waiting=waiting,
+        )
     of_head, logits = (tokens * size for size in head_bytes_per_token(model, sizes))
     of_head += tokens * prediction_bytes_per_token(
         model,
@@ -102,11 +117,14 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     weight = model.padded_vocab_size(sizes.tensor_parallel_size) * model.hidden_size
     weight_gradient = weight / sizes.tensor_parallel_size * sizes.bytes_per_element
     head_backward = max(apart + loss_slices, weight_gradient)
+    gone = 0.0 if config.pipeline.defer_head_gradient else of_head
     return ChunkActivations(
         kept=kept + of_head,
         host=host,
         forward=loss_slices,
         backward=max(head_backward, layer_backward - of_head),
+        split_backward=max(head_backward, split_backward - gone),
+        waiting=waiting - gone,
     )
 
 

@@ -231,10 +231,19 @@ def walk(
         chunk = chunks[action.chunk]
         if action.kind is Kind.F:
             kept, host = kept + chunk.kept, host + chunk.host
-        working = chunk.forward if action.kind is Kind.F else chunk.backward
+        working = {
+            Kind.F: chunk.forward,
+            Kind.B: chunk.backward,
+            Kind.I: chunk.split_backward,
+            Kind.W: 0.0,
+        }[action.kind]
         if kept + working > sum(worst):
             worst = (kept, working)
         peak_host = max(peak_host, host)
+        if action.kind is Kind.I:
+            kept += chunk.waiting
+        if action.kind is Kind.W:
+            kept -= chunk.waiting
         if action.kind in (Kind.B, Kind.W):
             kept, host = kept - chunk.kept, host - chunk.host
     return *worst, peak_host

@@ -40,6 +40,9 @@ class PipelineConfig:
     nothing)."""
     head_cost: float = 1.0
     """Cost of final norm, head and loss in units of one layer, for the balanced split."""
+    defer_head_gradient: bool = True
+    """zb-h1, zb-v: put off the weight gradient of the head like that of the layers; False: take it
+    at once, so that the logits' gradient is not kept for it, which may cost some bubble."""
 
 
 @dataclass(frozen=True, kw_only=True)

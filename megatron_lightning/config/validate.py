@@ -142,6 +142,16 @@ def _schedule_chunks(config: ParallelConfig) -> str | None:
     return None
 
 
+def _head_gradient(config: ParallelConfig) -> str | None:
+    pipeline = config.pipeline
+    if pipeline.defer_head_gradient or pipeline.schedule in ("zb-h1", "zb-v"):
+        return None
+    return (
+        f"pipeline.defer_head_gradient=False with pipeline.schedule={pipeline.schedule!r}: this"
+        " schedule puts off no weight gradient; leave it out, or choose zb-h1 or zb-v"
+    )
+
+
 def _schedule_ranks(config: ParallelConfig) -> str | None:
     if config.pipeline.schedule in ("zb-h1", "zb-v") and config.pipeline_parallel_size == 1:
         return (
@@ -198,6 +208,7 @@ RULES: tuple[Rule, ...] = (
     _overlap_tensor,
     _schedule,
     _schedule_chunks,
+    _head_gradient,
     _schedule_ranks,
     _launcher,
     _axis_order,

@@ -13,7 +13,7 @@ a weight's gradient do not see it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -188,14 +188,20 @@ class WeightSink:
 
 
 def apply_weight_sinks(
-    network: nn.Module, gradients: WeightGradients, names: Mapping[int, str]
+    network: nn.Module,
+    gradients: WeightGradients,
+    names: Mapping[int, str],
+    at_once: Collection[str] = (),
 ) -> None:
     """Let the linear layers of `network` put off their weights' gradients.
 
     `names` gives the canonical name of each weight by its id. Layers know how if they have a
-    `weight_sink`; torch's own `nn.Linear` is changed into one that has.
+    `weight_sink`; torch's own `nn.Linear` is changed into one that has. What lies in the modules
+    whose paths are in `at_once` is left alone.
     """
-    for module in network.modules():
+    for path, module in network.named_modules():
+        if any(path == part or path.startswith(f"{part}.") for part in at_once):
+            continue
         if type(module) is nn.Linear:
             adopt(module)
         if hasattr(module, "weight_sink"):

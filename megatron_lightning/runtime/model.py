@@ -164,11 +164,14 @@ class ParallelModel:
         if mesh.lanes is not None:
             trained = (p for p in self.parameters.values() if p.requires_grad)
             self._accumulators = hold_accumulators(trained)
+        split = self.weight_gradients is not None
         if self.weight_gradients is not None:
             self.weight_gradients.target = self.buckets
-        elif config.data_parallel.fuse_weight_gradients:
+        if config.data_parallel.fuse_weight_gradients:
             modules = [module for network in self.networks for module in network.modules()]
             served: list[Any] = [m for m in modules if hasattr(m, "sums_weight_gradient")]
+            if split:  # the others go to the same sums when their turn comes
+                served = [m for m in served if m.weight_sink is None]
             if mesh.lanes is not None:  # else gradients of experts cross streams, which holds them
                 served += [_add_at_once(m) for m in modules if isinstance(m, ExpertLinear)]
             self.buckets.serve(served)

@@ -160,8 +160,9 @@ def parallelize(
     if schedule in SPLIT_SCHEDULES:
         model.weight_gradients = WeightGradients()
         names = {id(parameter): name for name, parameter in model.parameters.items()}
+        at_once = () if config.pipeline.defer_head_gradient else target.plan.last
         for chunk in chunks:
-            apply_weight_sinks(chunk, model.weight_gradients, names)
+            apply_weight_sinks(chunk, model.weight_gradients, names, at_once)
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron_lightning.cli.plan_activations import chunk_activations
 from megatron_lightning.cli.plan_memory import unit_parameters
 from megatron_lightning.cli.plan_request import PlanRequest
-from megatron_lightning.config import ParallelConfig
+from megatron_lightning.config import ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron_lightning.config.activations import (
     ActivationSizes,
     embedding_bytes_per_token,
@@ -21,6 +21,8 @@ from megatron_lightning.models.plans import gpt_plan
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import ChunkUnits
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
+from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
+from megatron_lightning.runtime.recompute import apply_recompute
 from tests.harness import run_ranks
 from tests.layout_runs import tiny_config
 from tests.saved_bytes import saved_bytes
@@ -80,3 +82,42 @@ def test_chunks_share_out_what_the_whole_keeps() -> None:
 
 def units(stage: int, layers: range, embedding: bool, head: bool) -> ChunkUnits:
     return ChunkUnits(stage=stage, has_embedding=embedding, layers=tuple(layers), has_head=head)
+
+
+@pytest.mark.parametrize("modules", [(), ("mlp.activation",)])
+@pytest.mark.parametrize("at_once", [(), ("output_layer",)])
+def test_what_waits_for_its_weights_gradients(
+    at_once: tuple[str, ...], modules: tuple[str, ...]
+) -> None:
+    """The factors of products in the queue of a split backward, against the plan's."""
+    config = tiny_config(hidden_size=128, ffn_hidden_size=384, num_layers=2)
+    recompute = RecomputeConfig(mode="selective", modules=modules) if modules else RecomputeConfig()
+    pipeline = PipelineConfig(schedule="zb-h1", defer_head_gradient=not at_once)
+    request = PlanRequest(
+        model=config,
+        model_name="tiny",
+        parallel=ParallelConfig(recompute=recompute, pipeline=pipeline),
+        gpus=1,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH,
+        precision="32-true",
+    )
+    chunk = chunk_activations(request, units(0, range(2), True, True))
+    network = GPTNetwork(config)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    apply_recompute(network, gpt_plan(config), recompute, streams=None, device=torch.device("cpu"))
+    queue = WeightGradients()
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    apply_weight_sinks(network, queue, names, at_once)
+    tokens = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE))
+    with queue.collect((0, 0)):
+        network(tokens, None, tokens).sum().backward()
+    storages = {
+        tensor.data_ptr(): tensor.untyped_storage().nbytes()
+        for product in queue._waiting[0, 0]
+        for tensor in (product.grad, product.x)
+    }
+    print(f"{chunk.kept + chunk.waiting:.0f} said, {sum(storages.values())} wait")
+    assert chunk.kept + chunk.waiting == pytest.approx(sum(storages.values()), rel=0.05)

@@ -20,6 +20,7 @@ from tests.layout_runs import Recorder, Run, assert_same_training, tiny_config, 
 
 ZB_H1 = PipelineConfig(schedule="zb-h1")
 ZB_V = PipelineConfig(schedule="zb-v", virtual_pipeline_size=2)
+HEAD_AT_ONCE = dataclasses.replace(ZB_V, defer_head_gradient=False)
 EIGHT = dict(
     tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True, micro_batch_size=1
 )
@@ -113,7 +114,9 @@ class Overlap(Recorder):
         assert expected == 0 or expected > 4
 
 
-@pytest.mark.parametrize("schedule", [ZB_V, pytest.param(ZB_H1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", [ZB_V, HEAD_AT_ONCE, pytest.param(ZB_H1, marks=pytest.mark.slow)]
+)
 def test_buckets_are_reduced_as_weight_gradients_come(schedule: PipelineConfig) -> None:
     """With small buckets, a tied pair (within one rank in the V), and several batches a window."""
     layout = dict(

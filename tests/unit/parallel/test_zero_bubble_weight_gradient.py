@@ -191,3 +191,11 @@ def test_compiled_layer_gives_the_eager_gradients(deferred):
         torch.testing.assert_close(got, want.grad)
     assert backend.graphs == (5 if deferred else 1)
     torch._dynamo.reset()
+
+
+def test_modules_that_are_to_compute_at_once_are_left_alone():
+    network = nn.ModuleDict({"a": linear(), "b": nn.Sequential(linear()), "bc": nn.Linear(4, 6)})
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    apply_weight_sinks(network, WeightGradients(), names, at_once=("b",))
+    assert network["b"][0].weight_sink is None
+    assert [network[name].weight_sink.name for name in ("a", "bc")] == ["a.weight", "bc.weight"]
