@@ -52,7 +52,7 @@ class ColumnInput:
     sequence_dim: int | None
     """Dim that is split and gathered; None: the input is whole, its gradient is summed."""
     overlap: Overlap | None = None
-    """Set where the product hides the gather."""
+    """Set where gather and product are one operation, in which one may hide the other."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Part of the sequence, or whole input -> whole input."""

@@ -53,6 +53,8 @@ class Exchange(Protocol):
     """The moves of one axis."""
 
     axis: MeshAxis
+    kind: str
+    """By what is moved: "memory" or "messages"."""
 
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
         """A turn whose parts and partial sums are matrices of this size. Turns follow each other:
@@ -67,6 +69,8 @@ class Exchange(Protocol):
 
 class MessageExchange:
     """Moves by point-to-point messages of the axis' group."""
+
+    kind = "messages"
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis

@@ -1,5 +1,5 @@
-"""Layers of a split sequence whose products hide their collectives (`parallel/overlapped.py`), for
-autograd.
+"""Layers of a split sequence as one operation with their collectives, which products may hide
+(`parallel/overlapped.py`), for autograd.
 """
 
 from __future__ import annotations
@@ -25,49 +25,58 @@ from megatron_lightning.parallel.overlap_operations import (
     run_linear_scatter,
     run_linear_scatter_backward,
 )
+from megatron_lightning.parallel.whole_products import Collectives
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What a layer knows of the exchange that it uses."""
+    """What a layer knows of the ways to move a sequence's parts. Each is held here, so that it
+    lives as long as the layers.
+    """
 
-    name: str
     size: int
     """Ranks."""
-    exchange: Exchange
-    """Held, so that it lives as long as the layers."""
+    exchange: Exchange | Collectives
+    whole: Collectives
+    """The way of smaller parts: nothing is hidden by so short a product."""
     least_bytes: int = 0
-    """Smaller parts of a sequence take the plain way: nothing is hidden by so short a product."""
 
     @classmethod
-    def of(cls, exchange: Exchange, *, least_bytes: int = 0) -> Overlap:
-        """Announce an exchange to the layers."""
-        name = _name(exchange.axis)
-        exchanges[name] = exchange
-        return cls(name=name, size=exchange.axis.size, exchange=exchange, least_bytes=least_bytes)
+    def of(cls, exchange: Exchange | Collectives, *, least_bytes: int = 0) -> Overlap:
+        """Announce an exchange to the layers, and what smaller parts use."""
+        axis = exchange.axis
+        whole = announced(axis, Collectives.kind) or Collectives(axis)
+        assert isinstance(whole, Collectives)
+        for one in (exchange, whole):
+            exchanges[_name(axis, one.kind)] = one
+        return cls(size=axis.size, exchange=exchange, whole=whole, least_bytes=least_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Overlap:
         """Itself, as the axis."""
         return self
 
     def gathers(self, x: Tensor, dim: int | None) -> bool:
-        """Whether to gather the parts `x` along `dim` in this way."""
-        if dim is None or dim % x.dim():
-            return False
-        return x.dim() > 1 and x.numel() * x.element_size() >= self.least_bytes
+        """Whether the parts `x` can be gathered along `dim` in one operation with the product."""
+        return dim is not None and x.dim() > 1 and dim % x.dim() == 0
 
-    def scatters(self, x: Tensor, weight: Tensor, dim: int | None) -> bool:
-        """Whether to reduce-scatter the product along `dim` in this way."""
-        if dim is None or dim % x.dim() or x.dim() == 1 or x.shape[0] % self.size:
-            return False
-        elements = x.numel() // x.shape[-1] * weight.shape[0] // self.size
-        return elements * x.element_size() >= self.least_bytes
+    def scatters(self, x: Tensor, dim: int | None) -> bool:
+        """Whether the product can be reduce-scattered along `dim` in one operation with it."""
+        return self.gathers(x, dim) and x.shape[0] % self.size == 0
+
+    def way(self, part_elements: int, dtype: torch.dtype) -> str:
+        """Name of the way of parts of this size."""
+        large = part_elements * dtype.itemsize >= self.least_bytes
+        way = self.exchange if large else self.whole
+        return _name(way.axis, way.kind)
 
 
-def announced(axis: MeshAxis) -> Exchange | None:
-    """The exchange that layers of this axis use already."""
-    found = exchanges.get(_name(axis))
-    return found if found is not None and found.axis.group is axis.group else None
+def announced(axis: MeshAxis, *kinds: str) -> Exchange | Collectives | None:
+    """What layers of this axis use already, of the first of these kinds that they do."""
+    for kind in kinds:
+        found = exchanges.get(_name(axis, kind))
+        if found is not None and found.axis.group is axis.group:
+            return found
+    return None
 
 
 def release_exchanges() -> None:
@@ -76,8 +85,8 @@ def release_exchanges() -> None:
         exchange.release()
 
 
-def _name(axis: MeshAxis) -> str:
-    return f"{axis.name} {axis.group.group_name}"
+def _name(axis: MeshAxis, kind: str) -> str:
+    return f"{axis.name} {axis.group.group_name} {kind}"
 
 
 def gathered_linear(
@@ -87,14 +96,17 @@ def gathered_linear(
 
     With `sums` the weight's gradient goes to its main gradient.
     """
-    return _GatherLinear.apply(x, weight, bias, overlap.name, overlap.size, sums)
+    way = overlap.way(x.numel(), x.dtype)
+    return _GatherLinear.apply(x, weight, bias, way, overlap.size, sums)
 
 
 def scattered_linear(x: Tensor, weight: Tensor, overlap: Overlap, *, sums: bool) -> Tensor:
     """The own part of the sum of all ranks' `F.linear`: (S, ..., in), (out, in) -> (S/n, ...,
     out).
     """
-    return _LinearScatter.apply(x, weight, overlap.name, overlap.size, sums)
+    rows = x.numel() // x.shape[-1] // overlap.size
+    way = overlap.way(rows * weight.shape[0], x.dtype)
+    return _LinearScatter.apply(x, weight, way, overlap.size, sums)
 
 
 class _GatherLinear(torch.autograd.Function):

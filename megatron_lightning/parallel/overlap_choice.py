@@ -1,4 +1,4 @@
-"""Whether and how the products of a split sequence hide their collectives."""
+"""By what way the products of a split sequence get its parts, and whether they hide it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ import torch.distributed as dist
 from megatron_lightning.parallel.exchange import Exchange, MessageExchange
 from megatron_lightning.parallel.mesh import LanedAxis, MeshAxis
 from megatron_lightning.parallel.overlap import Overlap, announced
+from megatron_lightning.parallel.whole_products import Collectives
 from megatron_lightning.utils.env import provide
 from megatron_lightning.utils.logging import warn_once
 
 _LEAST_BYTES_ON_GPU = 4 << 20
 """Parts of a sequence below this are on their way for less time than it takes to launch the work
 that would hide them."""
+_NO_MEMORY = "collectives, since memory can't be shared"
+"""Of an axis where that has been tried; it is not tried again for the next chunk of layers."""
 
 
 def choose_overlap(
     axis: MeshAxis, device: torch.device, *, wanted: bool | None, timeout_seconds: float
 ) -> Overlap | None:
-    """The overlap of the axis' layers, or None. Every rank of the axis must call it.
+    """The way of the axis' layers; None: collectives apart from products. Every rank of the axis
+    must call it.
 
-    `wanted` None: where the ranks can write to each other's memory, since messages by kernels take
-    as much from the products as they hide; True: by messages otherwise. On the two groups of an
-    axis that passes share (`LanedAxis`) turns would mix, so it has none.
+    `wanted` False: by collectives. None: hidden where the ranks can write to each other's memory,
+    since messages by kernels take as much from the products as they hide; True: by messages
+    otherwise. On the two groups of an axis that passes share (`LanedAxis`) turns would mix, so it
+    has none.
     """
-    if wanted is False or axis.size == 1 or isinstance(axis, LanedAxis):
+    if axis.size == 1 or isinstance(axis, LanedAxis):
         return None
+    if wanted is False:
+        return Overlap.of(announced(axis, Collectives.kind) or Collectives(axis))
     least = _LEAST_BYTES_ON_GPU if device.type == "cuda" else 0
-    found = announced(axis)
+    found = announced(axis, "memory", "messages" if wanted else _NO_MEMORY)
     if found is not None:
         return Overlap.of(found, least_bytes=least)
-    exchange: Exchange | None = None
+    exchange: Exchange | Collectives | None = None
     if device.type == "cuda":
         exchange = _symmetric(axis, device, timeout_seconds)
-    if exchange is None and wanted:
-        exchange = MessageExchange(axis)
-    return None if exchange is None else Overlap.of(exchange, least_bytes=least)
+    if exchange is None:
+        exchange = MessageExchange(axis) if wanted else Collectives(axis, _NO_MEMORY)
+    return Overlap.of(exchange, least_bytes=least)
 
 
 def _symmetric(axis: MeshAxis, device: torch.device, timeout_seconds: float) -> Exchange | None:

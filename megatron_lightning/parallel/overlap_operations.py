@@ -1,4 +1,6 @@
 """The operations behind `parallel/overlap.py`: plain functions, and the same for compiled regions.
+What they move, they move part by part (`parallel/overlapped.py`) or by one collective
+(`parallel/whole_products.py`).
 
 An operation in a region is given tensors and numbers only and finds its exchange by name. All ranks
 compile the same graph, so their turns come in the same order.
@@ -13,17 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel import overlapped, whole_products
 from megatron_lightning.parallel.exchange import Exchange
 from megatron_lightning.parallel.main_gradient import main_gradient_of
-from megatron_lightning.parallel.overlapped import (
-    WeightGradient,
-    gather_product,
-    gather_product_backward,
-    product_scatter,
-    product_scatter_backward,
-)
+from megatron_lightning.parallel.overlapped import WeightGradient
+from megatron_lightning.parallel.whole_products import Collectives
 
-exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
+exchanges: weakref.WeakValueDictionary[str, Exchange | Collectives] = weakref.WeakValueDictionary()
 """By the name of their axis."""
 
 
@@ -31,13 +29,21 @@ def run_gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, name: str, size: int
 ) -> Tensor:
     """See `gathered_linear`."""
-    y = gather_product(_rows(x), weight, bias, exchanges[name])
+    exchange = exchanges[name]
+    if isinstance(exchange, Collectives):
+        y = whole_products.gather_product(_rows(x), weight, bias, exchange.axis)
+    else:
+        y = overlapped.gather_product(_rows(x), weight, bias, exchange)
     return y.view(size * x.shape[0], *x.shape[1:-1], weight.shape[0])
 
 
 def run_linear_scatter(x: Tensor, weight: Tensor, name: str, size: int) -> Tensor:
     """See `scattered_linear`."""
-    y = product_scatter(_rows(x), weight, exchanges[name])
+    exchange = exchanges[name]
+    if isinstance(exchange, Collectives):
+        y = whole_products.product_scatter(_rows(x), weight, exchange.axis)
+    else:
+        y = overlapped.product_scatter(_rows(x), weight, exchange)
     return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
@@ -52,9 +58,15 @@ def run_gather_linear_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight; None: not needed, or in its sum."""
     multiply = _multiply(weight, needs_weight, sums)
-    grad_x, grad_weight = gather_product_backward(
-        _rows(grad), _rows(x), weight, multiply, exchanges[name], needs_x=needs_x
-    )
+    exchange, factors = exchanges[name], (_rows(grad), _rows(x), weight, multiply)
+    if isinstance(exchange, Collectives):
+        grad_x, grad_weight = whole_products.gather_product_backward(
+            *factors, exchange.axis, needs_x=needs_x
+        )
+    else:
+        grad_x, grad_weight = overlapped.gather_product_backward(
+            *factors, exchange, needs_x=needs_x
+        )
     return None if grad_x is None else grad_x.view(x.shape), grad_weight
 
 
@@ -69,9 +81,15 @@ def run_linear_scatter_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight; None: not needed, or in its sum."""
     multiply = _multiply(weight, needs_weight, sums)
-    grad_x, grad_weight = product_scatter_backward(
-        _rows(grad), _rows(x), weight, multiply, exchanges[name], needs_x=needs_x
-    )
+    exchange, factors = exchanges[name], (_rows(grad), _rows(x), weight, multiply)
+    if isinstance(exchange, Collectives):
+        grad_x, grad_weight = whole_products.product_scatter_backward(
+            *factors, exchange.axis, needs_x=needs_x
+        )
+    else:
+        grad_x, grad_weight = overlapped.product_scatter_backward(
+            *factors, exchange, needs_x=needs_x
+        )
     return None if grad_x is None else grad_x.view(x.shape), grad_weight
 
 

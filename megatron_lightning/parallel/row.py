@@ -31,6 +31,6 @@ class RowOutput:
         """
         if torch.is_autocast_enabled(x.device.type):
             return None
-        if not self.overlap.scatters(x, weight, self.sequence_dim):
+        if not self.overlap.scatters(x, self.sequence_dim):
             return None
         return scattered_linear(x, weight, self.overlap, sums=sums)

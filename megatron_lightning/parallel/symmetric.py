@@ -28,6 +28,8 @@ _KEPT_BUFFERS = 256
 class SymmetricExchange:
     """Moves through memory that all ranks of the axis have mapped: GPUs of one host."""
 
+    kind = "memory"
+
     def __init__(
         self,
         axis: MeshAxis,

@@ -190,7 +190,7 @@ def test_compiled_gives_autograd_the_gradients(frozen: tuple[str, ...]) -> None:
 
 
 def _fallbacks(rank: int, size: int) -> None:
-    """Autocast and a part that is too small take the plain way; recomputation gives the same."""
+    """Autocast and a part that is too small take other ways; recomputation gives the same."""
     axis = _axis(size)
     exchange = MessageExchange(axis)
     pair = _pair(axis, _own, Overlap.of(exchange))
@@ -204,9 +204,11 @@ def _fallbacks(rank: int, size: int) -> None:
     torch.testing.assert_close(half, want, rtol=0.1, atol=0.3)
     small = Overlap.of(exchange, least_bytes=1 << 20)
     assert isinstance(pair.first.before, ColumnInput)
-    assert not small.gathers(x, 0)
-    assert not small.scatters(x, pair.second.weight, 0)
-    assert not Overlap.of(exchange).gathers(x, 1)
+    assert small.way(1 << 17, x.dtype).endswith("collectives")
+    assert small.way(1 << 20, x.dtype).endswith("messages")
+    assert small.gathers(x, -x.dim())
+    assert not small.gathers(x, 1)
+    assert not small.scatters(x[1:], 0)
 
 
 def test_what_takes_the_plain_way() -> None:
