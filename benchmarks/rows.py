@@ -116,7 +116,8 @@ ROWS: dict[str, Row] = {
     ),
     "a-pp2": Row(
         title="(a) PP=2, 8 micro-batches",
-        ours="--shapes a --pp 2 --accumulate 8 --schedule zb-v --virtual 2",
+        ours="--shapes a --pp 2 --accumulate 8 --schedule zb-v --virtual 2"
+        " --set recompute.mode=selective recompute.modules=['mlp.activation']",
         peer="a@pp=2:gas=8",
         gpus=2,
         rate=60685,
@@ -168,7 +169,7 @@ def row_of(run: dict[str, Any]) -> str | None:
     """Name of the row that a result of `train_step.py` belongs to; None: of no row."""
     if run.get("backend", "torch") != "torch":
         return None  # the rows are those of torch and Triton alone
-    if run.get("mirror") is not None:
+    if run.get("mirror"):
         return None  # nothing was communicated
     sizes = {name: run.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
     apart = [f"{name}{size}" for name, size in sizes.items() if size > 1]

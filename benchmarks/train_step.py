@@ -312,7 +312,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "shape": name,
         "compile": args.compile,
         "devices": ranks,
-        "mirror": args.rank if args.mirror else None,
+        "mirror": f"rank {args.rank} of {args.mirror}" if args.mirror else None,
         "tp": args.tp,
         "pp": args.pp,
         "ep": args.ep,

@@ -42,7 +42,7 @@ def _train(rank: int, world_size: int, words: list[str], out: str) -> dict[str, 
 def test_layout_starts(words: str, trains: bool, tmp_path: Path) -> None:
     (row,) = run_ranks_fresh(_train, 1, words.split(), str(tmp_path / "out.json"))
     assert row["devices"] == 2
-    assert row["mirror"] == int("--rank 1" in words)
+    assert row["mirror"] == f"rank {int('--rank 1' in words)} of 2"
     assert 0 < row["host_ms"] <= row["step_ms"]
     assert (4 < row["first_loss"] < 7) is trains  # about log 256; 0 where another rank has it
 
