@@ -44,6 +44,7 @@ from mirror import mirrored, stage_input
 from shapes import SHAPES, RandomTokens, synchronize
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_lightning.callbacks import StepTimeline
 from megatron_lightning.config import (
     ContextConfig,
     DataParallelConfig,
@@ -291,10 +292,14 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         SchedulerConfig(lr_decay_style="constant"),
         backend=args.backend,
     )
+    timeline: list[L.Callback] = []
+    if args.timeline:
+        last = args.warm + args.steps - 1
+        timeline = [StepTimeline(last, directory=args.timeline)]
     arrives = stage_input(shape, tp=args.tp, cp=args.cp)
     alone = mirrored(ranks=args.mirror, rank=args.rank, arrives=arrives)
     with alone if args.mirror else contextlib.nullcontext():
-        trainer = trainer_of(layout, args, [clock, *kernels])
+        trainer = trainer_of(layout, args, [clock, *kernels, *timeline])
         trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
     for one in kernels:
         table = one.table()
@@ -384,6 +389,8 @@ def main() -> None:
     parser.add_argument("--forced", action="store_true", help="(c): all experts equally busy")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--timeline", default="", metavar="FOLDER", help="write where the last"
+                        " step's time goes on every rank, and print a table")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="a table of the kernels of one step")
     parser.add_argument("--busy", action="store_true", help="profile a step for its busy share")
     parser.add_argument("--out", default="")
