@@ -10,7 +10,7 @@ from megatron_lightning.optim.build import build_optimizer
 from megatron_lightning.optim.schedules import build_schedule
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.precision.masters import MasterParameters
+from megatron_lightning.precision.masters import MasterParameters, unrounded_values
 
 
 def network() -> nn.Module:
@@ -174,3 +174,17 @@ def test_a_strange_parameter_is_an_error() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))], lr=1.0)
     with pytest.raises(ValueError, match=r"shape \(2, 3\) that is not one of the module's"):
         MasterParameters(optimizer, {})
+
+
+def test_masters_begin_unrounded_unless_other_weights_were_loaded() -> None:
+    drawn = {name: torch.randn(50, generator=torch.Generator().manual_seed(1)) for name in "ab"}
+    a, b = (torch.nn.Parameter(value.bfloat16()) for value in drawn.values())
+    initial = {a: lambda: drawn["a"].clone(), b: lambda: drawn["b"].clone()}
+    with torch.no_grad():
+        b[7] = 3.0
+    optimizer = torch.optim.SGD([a, b], lr=0.1)
+    held = MasterParameters(optimizer, {"a": a, "b": b}, initial=initial).named_masters()
+    assert torch.equal(held["a"], drawn["a"])
+    assert torch.equal(held["b"], b.float())
+    assert unrounded_values(b, initial) is None
+    assert unrounded_values(b, {}) is None
