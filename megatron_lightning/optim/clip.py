@@ -28,13 +28,15 @@ def global_grad_norm(
     *,
     norm_type: float = 2.0,
     sharded: bool = False,
+    known: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> Tensor:
     """Return the norm of all gradients of the model as a 0-dim tensor, the same on every rank.
 
     `grads` are this rank's reduced gradients by canonical name; names without a gradient are left
     out. The norm of one tensor is taken in float32 at least, sums over tensors and ranks in
     float64, which is the dtype returned: few numbers, and the result hardly depends on the layout.
-    With `sharded` they are disjoint parts, spread over the data shards of the mesh.
+    With `sharded` they are disjoint parts, spread over the data shards of the mesh. `known`: what
+    `tensor_norms` gave for some of them already.
     Every rank of the mesh must call it. ValueError for `norm_type` <= 0.
     """
     if not norm_type > 0:
@@ -42,22 +44,24 @@ def global_grad_norm(
             f"norm_type={norm_type}: must be > 0; 2.0 is usual, float('inf') is the largest entry"
         )
     folded = mesh.sizes["ep"] > 1 or mesh.sizes["etp"] != mesh.sizes["tp"]
-    dense: list[Tensor] = []
-    experts: list[Tensor] = []
+    dense: dict[str, Tensor] = {}
+    experts: dict[str, Tensor] = {}
     for name, grad in grads.items():
         info = table[name]
         if info.tied_copy:
             continue
         if info.expert and folded:
             if info.split.dim is not None or mesh.axis("etp").is_first:
-                experts.append(grad)
+                experts[name] = grad
         elif info.split.dim is not None or mesh.tp.is_first:
-            dense.append(grad)
+            dense[name] = grad
     axes = ("pp_tp", "dp_shard") if sharded else ("pp_tp",)
-    total = _reduce(_partial(dense, norm_type, mesh.device), norm_type, mesh, axes)
+    known = known or {}
+    total = _reduce(_partial(dense, known, norm_type, mesh.device), norm_type, mesh, axes)
     if folded:
         axes = ("ep", "etp", "pp", "edp_shard") if sharded else ("ep", "etp", "pp")
-        expert_total = _reduce(_partial(experts, norm_type, mesh.device), norm_type, mesh, axes)
+        expert_partial = _partial(experts, known, norm_type, mesh.device)
+        expert_total = _reduce(expert_partial, norm_type, mesh, axes)
         total = (
             torch.maximum(total, expert_total) if math.isinf(norm_type) else total + expert_total
         )
@@ -72,18 +76,40 @@ def clip_by_value(grads: Iterable[Tensor], max_value: float) -> None:
         torch._foreach_clamp_max_(tensors, max_value)
 
 
-def _partial(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def tensor_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> list[list[Tensor]]:
+    """Return the norms of each tensor, or of pieces of it, as 0-dim tensors, float32 at least; none
+    of an empty one.
+    """
+    pieces = [[grad] if grad.numel() else [] for grad in grads]
+    if grads and grads[0].device.type == "cpu":
+        # There one float32 sum runs over the whole tensor: 4e-4 too low at 10 million elements.
+        pieces = [list(grad.flatten().split(CPU_PIECE_ELEMENTS)) if own else []
+                  for grad, own in zip(grads, pieces, strict=True)]  # fmt: skip
+    flat = [piece for own in pieces for piece in own]
+    if not flat:
+        return [[] for _ in grads]
+    dtype = torch.promote_types(flat[0].dtype, torch.float32)
+    norms = iter(torch._foreach_norm(flat, norm_type, dtype=dtype))
+    return [[next(norms) for _ in own] for own in pieces]
+
+
+def _partial(
+    grads: Mapping[str, Tensor],
+    known: Mapping[str, Sequence[Tensor]],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
     """Sum of |entry|^norm_type, or the largest |entry|, over this rank's tensors that count; a
     float64 0-dim tensor.
     """
-    grads = [grad for grad in grads if grad.numel()]
-    if not grads:
+    missing = [name for name in grads if name not in known]
+    found = tensor_norms([grads[name] for name in missing], norm_type)
+    of = {name: known[name] for name in grads if name in known}
+    of |= zip(missing, found, strict=True)
+    entries = [norm for name in grads for norm in of[name]]
+    if not entries:
         return torch.zeros((), device=device, dtype=torch.float64)
-    if grads[0].device.type == "cpu":
-        # There one float32 sum runs over the whole tensor: 4e-4 too low at 10 million elements.
-        grads = [piece for grad in grads for piece in grad.flatten().split(CPU_PIECE_ELEMENTS)]
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)).double()
+    norms = torch.stack(entries).double()
     total = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
     return total.to(device)
 

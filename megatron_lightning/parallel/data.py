@@ -96,6 +96,8 @@ class GradientBuckets:
         self._handles: list[Any] = []
         self._layers: list[Any] = []
         self._launched = 0
+        self.on_launched: Callable[[], None] | None = None
+        """Called after the last backward pass of a window, when all reductions have begun."""
         self._build()
 
     # ------------------------------------------------------------------ what is there
@@ -220,6 +222,13 @@ class GradientBuckets:
         """
         for bucket in self._buckets[self._launched :] if self._overlap else ():
             self._launch(bucket)
+        if self.on_launched is not None and self._overlap:
+            self.on_launched()
+
+    def summed_later(self) -> set[str]:
+        """Names of the gradients that `sum` still changes when their bucket is reduced."""
+        names = {slot.name for slot in self._partial_slots()} if self._mesh.tp.size > 1 else set()
+        return names | {slot.name for slot in self._tied_slots()}
 
     def arrived(self, name: str) -> None:
         """Say that this pass' gradient of `name` is in its view (ops that add there in place)."""
@@ -262,12 +271,7 @@ class GradientBuckets:
             bucket.launch_replicas()
         for bucket in self._buckets:
             bucket.wait()
-        partial = [
-            slot
-            for slot in self._slots.values()
-            if is_tensor_partial(slot.info, sequence_parallel=self._sequence_parallel)
-        ]
-        sum_gradients(partial, self._mesh.tp)
+        sum_gradients(self._partial_slots(), self._mesh.tp)
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
 
     def publish(self, *, in_parameter_dtype: bool = False) -> None:
@@ -400,6 +404,13 @@ class GradientBuckets:
         experts = [slot for slot in slots if slot.info.expert]
         agree_on_received(experts, self._mesh.axis("edp"))
         agree_on_received(self._tied_slots(), self._mesh.axis("edges"))
+
+    def _partial_slots(self) -> list[Slot]:
+        return [
+            slot
+            for slot in self._slots.values()
+            if is_tensor_partial(slot.info, sequence_parallel=self._sequence_parallel)
+        ]
 
     def _tied_slots(self) -> list[Slot]:
         # A frozen tied parameter has no slot, on either stage.

@@ -112,6 +112,13 @@ class Bucket:
             group = self.replicas.replica.group
             self.work = dist.all_reduce(self.own, group=group, async_op=True)
 
+    @property
+    def is_complete_by_waiting(self) -> bool:
+        """Whether all of its sums over replicas have begun."""
+        replicas = self.replicas
+        follows = replicas.shard.size > 1 and replicas.replica.size > 1
+        return self.launched and (not follows or self.side_stream is not None)
+
     def wait(self) -> None:
         """Wait for what was started last."""
         if self.work is not None:

@@ -30,6 +30,7 @@ from megatron_lightning.runtime.boxes import box_of, box_of_part, box_of_shard
 from megatron_lightning.runtime.folded_step import FoldedStep
 from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
+from megatron_lightning.runtime.tail_norms import TailNorms
 
 MOMENTS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -104,6 +105,9 @@ class ParameterUpdate:
                 fold=fold,
                 stages=shards.stages if isinstance(shards, ParameterShards) else None,
             )
+        self._tail: TailNorms | None = None
+        if self._folded is not None and isinstance(model.buckets, GradientBuckets):
+            self._tail = TailNorms(model.buckets)
 
     def _copies(self) -> Mapping[Parameter, Tensor]:
         """The weight, or part of one, that each master is rounded to."""
@@ -115,6 +119,8 @@ class ParameterUpdate:
 
     def open(self) -> None:
         """Begin a window: zero gradients, and buckets for what is trainable now."""
+        if self._tail is not None:
+            self._tail.begin()
         buckets = self._model.buckets
         assert buckets is not None
         if buckets.is_stale:
@@ -234,11 +240,15 @@ class ParameterUpdate:
         must call it.
         """
         if self._norm is None:
+            unscaled = self._folded is not None and self._folded.factor is not None
+            if self._tail is not None:
+                self._tail.asked(unchanged=unscaled)
             self._norm = global_grad_norm(
                 self._published(),
                 self._model.table,
                 self._mesh,
                 sharded=self.distributed is not None,
+                known=self._tail.norms if self._tail is not None and unscaled else None,
             )
             if self._folded is not None and self._folded.factor is not None:
                 self._norm = self._norm * self._folded.factor.abs()

@@ -17,6 +17,7 @@ from megatron_lightning.config import DataParallelConfig, MoEConfig
 from megatron_lightning.layers import kernels
 from megatron_lightning.optim import adam_pass, shards
 from megatron_lightning.runtime import folded_step
+from megatron_lightning.runtime import update as update_module
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import (
@@ -116,8 +117,22 @@ def train_with_pass(rank: int, world_size: int, run: Run, fold: bool) -> dict[st
         give(made)
 
     shards._give = noted
+    known: list[int] = []
+    total_norm = update_module.global_grad_norm
+
+    def with_known(grads: Any, *args: Any, **options: Any) -> Tensor:
+        norm = total_norm(grads, *args, **options)
+        if options.get("known"):
+            known.append(len(options["known"]))
+            found = options.pop("known")
+            assert {name for name in found if found[name]} <= grads.keys()
+            assert torch.equal(norm, total_norm(grads, *args, **options))
+        return norm
+
+    update_module.global_grad_norm = with_known
     result = train(rank, world_size, run)
     assert steps == [True] * run.steps
+    assert len(known) >= run.steps - 1 - 2 * len(run.keep_gradients) if fold else not known
     data_parallel = run.layout.get("data_parallel")
     if data_parallel is not None:  # each bucket in each step, as soon as it is updated
         assert len(given) == run.steps * len(set(given))
