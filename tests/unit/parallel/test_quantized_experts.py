@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import QuantizationConfig
+from megatron_lightning.config.plan import ParameterInfo
+from megatron_lightning.config.plan import experts as experts_split
 from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.quantized import TensorSplit, WeightClock
+from megatron_lightning.parallel.quantization import _experts
+from megatron_lightning.parallel.quantized import QuantizedExperts, TensorSplit, WeightClock
 from megatron_lightning.parallel.quantized_experts import RowScaledExperts
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import grouped
@@ -276,6 +279,35 @@ def test_scales_do_not_know_of_tensor_ranks(split: TensorSplit) -> None:
         whole_y, whole_dx = torch.cat(parts, -1).flatten(1), ranks[0][1]
     assert error(whole_y, y.double()) < 1e-6
     assert error(whole_dx, dx.double()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "at_once"),
+    [
+        ("fp8_rowwise", True),
+        ("fp8_tensorwise", True),
+        ("fp8_delayed", True),
+        ("fp8_blockwise", False),
+        ("mxfp8", False),
+        ("nvfp4", False),
+    ],
+)
+def test_recipes_that_give_experts_a_scale_for_each_row(recipe: Any, at_once: bool) -> None:
+    config = QuantizationConfig(recipe=recipe, simulate=True, experts=True)
+    shape = (4, 2, 8, 16)
+    row = ParameterInfo(
+        name="experts.weight",
+        global_shape=shape,
+        offsets=(0,) * 4,
+        sizes=shape,
+        split=experts_split(2),
+        expert=True,
+    )
+    mesh = ParallelMesh.single()
+    made = _experts(config, "experts", row, row.split, mesh, WeightClock(), 0, True)
+    assert isinstance(made, RowScaledExperts if at_once else QuantizedExperts)
+    if isinstance(made, QuantizedExperts):
+        assert len(made.products) == 4
 
 
 def test_bad_gradient_formats_are_explained() -> None:
