@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,9 @@ class ValueSource(Protocol):
 
 @dataclass(frozen=True)
 class GivenValues(Initial):
-    """Values of a source."""
+    """Values of a source, which is read once."""
 
+    can_repeat: ClassVar[bool] = False
     source: ValueSource
     prefix: str
     """In front of canonical names, which the source does without."""

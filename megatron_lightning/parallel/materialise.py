@@ -37,9 +37,9 @@ def materialise(
 
     `table` and `prefix` are those of `apply_tensor_parallel`. `dtype`: of floating-point
     parameters; None keeps what each has. Values are drawn in float32, then cast. `drawn_dtype`: in
-    its place for parameters that `initials` draw, where they are to be kept unrounded. What is real
-    already keeps its values and is moved (and cast). Buffers keep their dtype. ValueError names
-    modules whose values nothing defines.
+    its place for what `initials` draw (not for what a source gives), to keep it unrounded. What is
+    real already keeps its values and is moved (and cast). Buffers keep their dtype. ValueError
+    names modules whose values nothing defines.
     """
     device = torch.device(device)
     problems = unknown_values(network)
@@ -48,8 +48,7 @@ def materialise(
     made: dict[int, nn.Parameter] = {}
     for path, module, held in _owned_parameters(network, table, prefix):
         fresh = {name: info for name, info in held.items() if id(getattr(module, name)) not in made}
-        cast_to = dtype if drawn_dtype is None or _initials(module) is None else drawn_dtype
-        drawn = _draw(path, module, fresh, seed, device, cast_to)
+        drawn = _draw(path, module, fresh, seed, device, dtype, drawn_dtype or dtype)
         for name in held:
             old = getattr(module, name)
             if id(old) not in made:
@@ -70,7 +69,8 @@ def initial_values(
         initials = _initials(module) or {}
         for name, info in held.items():
             parameter = getattr(module, name)
-            if name in initials and parameter.is_floating_point():
+            repeats = name in initials and initials[name].can_repeat
+            if repeats and parameter.is_floating_point():
                 found.setdefault(parameter, partial(_drawn, initials[name], parameter, info, seed))
     return found
 
@@ -152,6 +152,7 @@ def _draw(
     seed: int,
     device: torch.device,
     dtype: torch.dtype | None,
+    drawn_dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
     """Local values of the module's meta parameters."""
     meta = {name: held[name] for name, _ in _meta(module) if name in held}
@@ -163,7 +164,8 @@ def _draw(
     values = {}
     for name, info in meta.items():
         like = getattr(module, name)
-        value = torch.empty(like.shape, dtype=_cast(like.dtype, dtype), device=device)
+        wanted = drawn_dtype if initials[name].can_repeat else dtype
+        value = torch.empty(like.shape, dtype=_cast(like.dtype, wanted), device=device)
         _fill(initials[name], value, info, seed)
         values[name] = value
     return values

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from megatron_lightning.parallel import philox
 
 class Initial(ABC):
     """Distribution of a parameter's initial values."""
+
+    can_repeat: ClassVar[bool] = True
+    """Values may be drawn again, to begin masters with what rounding took from the weights."""
 
     @abstractmethod
     def draw(

@@ -14,8 +14,14 @@ from megatron_lightning.config.plan import (
     vocabulary,
 )
 from megatron_lightning.layers.embedding import VocabularyEmbedding, VocabularyHead
+from megatron_lightning.layers.given import give_values
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.parallel.materialise import lost_buffers, materialise, unknown_values
+from megatron_lightning.parallel.materialise import (
+    initial_values,
+    lost_buffers,
+    materialise,
+    unknown_values,
+)
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.random import Constant, Normal
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
@@ -208,3 +214,46 @@ def test_what_nothing_defines_is_explained() -> None:
     assert lost_buffers(network["a"]) == ["table"]
     with pytest.raises(ValueError, match="can't materialise the network:\n- a "):
         materialise(network, {}, seed=0, device="cpu")
+
+
+class Halves:
+    """Source of a number that bfloat16 can't hold."""
+
+    def __init__(self) -> None:
+        self.reads: list[str] = []
+
+    def gives(self, name: str) -> bool:
+        return True
+
+    def fill(self, target: Tensor, name: str, offsets: object, sizes: object) -> None:
+        self.reads.append(name)
+        target.fill_(1.001)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_initial_values_are_drawn_again_unrounded(rank: int) -> None:
+    exact, _ = _build(rank, 2)
+    network, table = _build(rank, 2, dtype=torch.bfloat16)
+    drawn = initial_values(network, table, seed=3, prefix="network.")
+    for name, wanted in exact.named_parameters():
+        parameter = network.get_parameter(name)
+        if name.startswith(("theirs", "norm")):  # nothing draws them but reset_parameters
+            assert parameter not in drawn
+            continue
+        assert torch.equal(drawn[parameter](), wanted), name
+        assert torch.equal(parameter, wanted.bfloat16()), name
+
+
+@pytest.mark.parametrize("drawn_dtype", [None, torch.float32])
+def test_given_values_are_read_once_and_rounded(drawn_dtype: torch.dtype | None) -> None:
+    with torch.device("meta"):
+        network = Network()
+    source = Halves()
+    give_values(network, source, "", lambda path: path == "down")
+    table = apply_tensor_parallel(network, PLAN, MeshAxis(name="tp"), sequence_parallel=False)
+    materialise(network, table, seed=3, device="cpu", dtype=torch.bfloat16, drawn_dtype=drawn_dtype)
+    assert network.down.weight not in initial_values(network, table, seed=3)
+    assert source.reads == ["down.weight"]
+    assert network.down.weight.dtype is torch.bfloat16
+    assert network.up.weight.dtype is (drawn_dtype or torch.bfloat16)
+    assert network.theirs.weight.dtype is torch.bfloat16
