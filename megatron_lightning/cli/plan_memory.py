@@ -13,17 +13,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lightning.cli.plan_activations import ChunkActivations, chunk_activations
+from megatron_lightning.cli.plan_activations import (
+    ChunkActivations,
+    activation_sizes,
+    chunk_activations,
+)
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.cli.plan_traffic import Traffic, traffic_of
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.model_states import StateBytes, StateDtypes, state_bytes
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.actions import Action, Kind, by_memory
+from megatron_lightning.parallel.exchange import shared_bytes
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.overlap_choice import LEAST_BYTES_ON_GPU
 from megatron_lightning.parallel.pipeline import StageLayout
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.precision.policy import policy_for
+from megatron_lightning.runtime.stage_messages import StageMessages
 
 WORKSPACE_BYTES = 64 << 20
 """Of matrix products and small things."""
@@ -56,7 +63,8 @@ class RankMemory:
     activations: int
     """Kept for backward, at the peak."""
     buffers: int
-    """What is worked with at the peak: logits' gradients, recomputed layers, workspaces."""
+    """What is worked with at the peak: logits' gradients, recomputed layers, messages, workspaces.
+    """
     host: int
     """In CPU memory: offloaded optimizer state and activations."""
 
@@ -123,6 +131,21 @@ def unit_parameters(
     )
 
 
+def outside_bytes(request: PlanRequest) -> int:
+    """What a rank needs outside of torch's allocator: `RESERVED_BYTES`, and the memory that tensor
+    ranks share, where they move parts of the sequence through it.
+    """
+    parallel, tensor = request.parallel, request.parallel.tensor_parallel_size
+    runtime = parallel.runtime
+    wanted = runtime.overlap_tensor_parallel is not False and runtime.cuda_graphs == "none"
+    if not (wanted and parallel.sequence_parallel) or parallel.expert.overlap_all_to_all:
+        return RESERVED_BYTES
+    tokens = request.seq_length * request.micro_batch_size
+    tokens = tokens // (tensor * parallel.context_parallel_size)
+    part = tokens * request.model.hidden_size * policy_for(request.precision).params_dtype.itemsize
+    return RESERVED_BYTES + (shared_bytes(tensor, part) if part >= LEAST_BYTES_ON_GPU else 0)
+
+
 def state_dtypes(request: PlanRequest) -> StateDtypes:
     """Bytes of each kind of state under the request's precision and optimizer."""
     policy = policy_for(request.precision)
@@ -170,7 +193,7 @@ def pipeline_rank(
         gradients=round(states.gradients),
         optimizer=round(states.optimizer),
         activations=round(kept),
-        buffers=round(working + unsharded + WORKSPACE_BYTES),
+        buffers=round(working + unsharded + _messages(request) + WORKSPACE_BYTES),
         host=round(states.host + host),
     )
     return PipelineRank(
@@ -205,6 +228,20 @@ def _states(request: PlanRequest, dtypes: StateDtypes, dense: int, experts: int)
             for field, *values in zip(dataclasses.fields(StateBytes), *found, strict=True)
         }
     )
+
+
+def _messages(request: PlanRequest) -> float:
+    """Bytes of what is on its way between pipeline ranks: sends not yet waited for, and a receive
+    that was begun ahead.
+    """
+    if request.parallel.pipeline_parallel_size == 1:
+        return 0.0
+    sizes = activation_sizes(request)
+    tokens = request.micro_batch_size * -(
+        -request.seq_length // request.parallel.context_parallel_size
+    )
+    each = tokens * sizes.bytes_per_element * request.model.hidden_size / sizes.split_hidden
+    return (StageMessages.max_sends_under_way + 1) * each
 
 
 def _gathered(request: PlanRequest, layers: Sequence[int], ends: int, dtypes: StateDtypes) -> float:

@@ -2,6 +2,7 @@
 4 x 4096 tokens a micro-batch, on one and two GPUs, within 10 %.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_lightning.config import (
     DataParallelConfig,
     GPTConfig,
     ParallelConfig,
+    PipelineConfig,
     RecomputeConfig,
     RuntimeConfig,
 )
@@ -35,14 +37,30 @@ SHAPE = GPTConfig(
     max_position_embeddings=4096,
 )
 SEQUENCE, MICRO = 4096, 4
+ZB_V = PipelineConfig(schedule="zb-v", virtual_pipeline_size=2)
+ACTIVATION = RecomputeConfig(mode="selective", modules=("mlp.activation",))
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "one_compiled": (1, dict(runtime=RuntimeConfig(compile_layers=True))),
     "one_full_recompute": (1, dict(recompute=RecomputeConfig(mode="full"))),
     "one_mlp_recompute": (1, dict(recompute=RecomputeConfig(mode="selective", modules=("mlp",)))),
+    "one_compiled_activation": (
+        1,
+        dict(runtime=RuntimeConfig(compile_layers=True), recompute=ACTIVATION),
+    ),
     "one_offload": (1, dict(recompute=RecomputeConfig(offload=True))),
     "tp2_sp": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "pp2": (2, dict(pipeline_parallel_size=2)),
+    "pp2_zb_h1": (2, dict(pipeline_parallel_size=2, pipeline=PipelineConfig(schedule="zb-h1"))),
+    "pp2_zb_v": (2, dict(pipeline_parallel_size=2, pipeline=ZB_V)),
+    "pp2_zb_v_activation": (
+        2,
+        dict(
+            pipeline_parallel_size=2,
+            pipeline=dataclasses.replace(ZB_V, defer_head_gradient=False),
+            recompute=dataclasses.replace(ACTIVATION, modules=("layers.[0-3].mlp.activation",)),
+        ),
+    ),
     "cp2": (2, dict(context_parallel_size=2)),
     "dp2": (2, {}),
     "dp2_fsdp": (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
