@@ -218,15 +218,14 @@ def tiles() -> None:
     for rows, columns in ((8192, 28672), (8192, 4096)):
         x = random(rows, columns)
         print(f"cast + transpose, {rows} x {columns}")
-        sizes = ((64, 64), (64, 128), (128, 64), (128, 128))
-        forms = itertools.product((False, True), sizes, (4, 8), ((False, False), (True, True)))
-        for words, (height, width), warps, (by_columns, backwards) in forms:
-            fp8._TILE, fp8._TILE_WARPS, fp8._WORDS = (height, width), warps, words
+        sizes = ((64, 64), (64, 128), (128, 64), (128, 128), (32, 128), (64, 256), (32, 256))
+        forms = itertools.product(sizes, (2, 4, 8), ((False, False), (True, True)))
+        for (height, width), warps, (by_columns, backwards) in forms:
+            fp8._TILE, fp8._TILE_WARPS = (height, width), warps
             fp8._BY_COLUMNS, fp8._BACKWARDS = by_columns, backwards
             alone = timed(functools.partial(fp8_casts.cast_both, x, one, "e5m2", both, None))
             behind = timed(functools.partial(_largest_and_cast, x))
-            label = f"{height} x {width}, {warps} warps{', words' if words else ''}"
-            label += ", by columns" if by_columns else ""
+            label = f"{height} x {width}, {warps} warps{', by columns' if by_columns else ''}"
             label += ", backwards" if backwards else ""
             said(label, *alone, bytes_=4.0 * x.numel())
             said("    behind the largest", *behind, bytes_=6.0 * x.numel())

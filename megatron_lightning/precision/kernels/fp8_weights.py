@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.precision.kernels import fp8
 from megatron_lightning.precision.kernels.fp8 import (
-    _cast_bytes,
-    _cast_words,
+    _cast_tile,
     _place_of,
     _power,
     _size,
@@ -68,7 +67,6 @@ def _cast_many(
     found,
     limit,
     element: tl.constexpr,
-    words: tl.constexpr,
     by_columns: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -85,42 +83,24 @@ def _cast_many(
         tl.store(found + member * 12 + 4, scale)
         tl.store(found + member * 12 + 8, inverse)
     down, right = _place_of(tile, rows, columns, by_columns, height, width)
-    if words:
-        _cast_words(
-            weight,
-            itself,
-            transposed,
-            scale,
-            rows,
-            columns,
-            rows,
-            limit,
-            down,
-            right,
-            True,
-            True,
-            height,
-            width,
-        )
-    else:
-        _cast_bytes(
-            weight,
-            itself,
-            transposed,
-            scale,
-            found,
-            rows,
-            columns,
-            rows,
-            limit,
-            down,
-            right,
-            True,
-            True,
-            False,
-            height,
-            width,
-        )
+    _cast_tile(
+        weight,
+        itself,
+        transposed,
+        scale,
+        found,
+        rows,
+        columns,
+        rows,
+        limit,
+        down,
+        right,
+        True,
+        True,
+        False,
+        height,
+        width,
+    )
 
 
 def cast_many(
@@ -149,7 +129,6 @@ def cast_many(
         found,
         limit,
         element=element,
-        words=fp8._WORDS,
         by_columns=fp8._BY_COLUMNS,
         height=height,
         width=width,
