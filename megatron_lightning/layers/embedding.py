@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.parallel.column import DefersWeightGradient
+from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.plain_layers import Border
 from megatron_lightning.parallel.random import Initial
 
@@ -32,6 +34,10 @@ class VocabularyEmbedding(nn.Module):
     """Sums the parts of all tensor ranks, or sums and splits the sequence (dim 0)."""
     vocabulary_offset: int | None = None
     """First token row held when the vocabulary is split; None when the table is whole."""
+    sums_weight_gradient: bool = False
+    """True when gradients of rows go to the table's main gradient (`parallel/main_gradient.py`)."""
+    weight_sink: DefersWeightGradient | None = None
+    """Set when the schedule splits backwards; then autograd has the gradient, at once."""
     pad_multiple: int
 
     def __init__(
@@ -63,7 +69,8 @@ class VocabularyEmbedding(nn.Module):
             check_ids(tokens, self.vocab_size)
         if self.before is not None:
             tokens = self.before(tokens)
-        x = lookup(tokens.t(), self.weight, self.vocabulary_offset)  # (S, B, H)
+        sums = self.sums_weight_gradient
+        x = lookup(tokens.t(), self.weight, self.vocabulary_offset, sums=sums)  # (S, B, H)
         return x if self.after is None else self.after(x)
 
     def extra_repr(self) -> str:
@@ -140,21 +147,24 @@ class VocabularyHead(Linear):
         return logits[..., : self.vocab_size]
 
 
-def lookup(ids: Tensor, weight: Tensor, offset: int | None) -> Tensor:
+def lookup(ids: Tensor, weight: Tensor, offset: int | None, *, sums: bool = False) -> Tensor:
     """Rows of `weight` for `ids`, and zeros for ids whose row isn't among [offset, offset + rows
-    held): (*ids, H).
+    held): (*ids, H). With `sums` their gradients go to the weight's main gradient.
     """
     if offset is None:
-        return _rows(ids, weight)
+        return _rows(ids, weight, sums=sums)
     local = ids - offset
     elsewhere = (local < 0) | (local >= weight.shape[0])
-    return _rows(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
+    rows = _rows(local.masked_fill(elsewhere, 0), weight, sums=sums)
+    return rows.masked_fill(elsewhere[..., None], 0.0)
 
 
-def _rows(ids: Tensor, weight: Tensor) -> Tensor:
+def _rows(ids: Tensor, weight: Tensor, *, sums: bool = False) -> Tensor:
     """`F.embedding`, with gradients summed in float32 on the CPU too: torch adds them up in the
     weight's dtype there, in which a row that occurs often soon grows no more.
     """
+    if sums and ids.numel() and not torch.compiler.is_compiling():
+        return _SummedRows.apply(ids, weight)
     if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
         return _Rows.apply(ids, weight)
     return F.embedding(ids, weight)
@@ -174,6 +184,44 @@ class _Rows(torch.autograd.Function):
         sums = grad.new_zeros((ctx.rows, grad.shape[-1]), dtype=torch.float32)
         sums.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]).float())
         return None, sums.to(ctx.dtype)
+
+
+class _SummedRows(torch.autograd.Function):
+    """Only the rows looked up are touched in the main gradient, where autograd would make a
+    gradient of the whole table and add it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ids, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None
+        rows, sums = _sums_by_id(ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+
+        def write(total: Tensor, add: bool) -> None:
+            total = total.view(weight.shape)
+            (total if add else total.zero_()).index_add_(0, rows, sums.to(total.dtype))
+
+        main_gradient_of(weight).add_written(write)
+        return None, None
+
+
+def _sums_by_id(ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(T,) ids and (T, H) -> ids in order, and at the first of each the sum of its rows, rounded as
+    autograd's gradient; zeros at the others.
+    """
+    in_order = ids.sort().values
+    first = torch.searchsorted(in_order, ids)
+    if grad.device.type == "cpu" and grad.dtype in (torch.bfloat16, torch.float16):
+        sums = torch.zeros_like(grad, dtype=torch.float32)
+        return in_order, sums.index_add_(0, first, grad.float()).to(grad.dtype)
+    return in_order, torch.ops.aten.embedding_dense_backward(grad, first, len(ids), -1, False)
 
 
 def check_ids(ids: Tensor, size: int) -> None:

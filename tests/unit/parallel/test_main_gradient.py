@@ -8,6 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 
+from megatron_lightning.layers.embedding import VocabularyEmbedding
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.models.gpt_network import GPTNetwork
@@ -113,6 +114,30 @@ def test_compiled_layers_may_leave_the_mlps_product_to_the_backward_pass() -> No
     assert counter.frame_count == 1
     for name, want in wanted.items():
         torch.testing.assert_close(compiled[name], want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [None, 2])
+def test_tables_get_the_rows_that_were_looked_up(offset: int | None, dtype: torch.dtype) -> None:
+    """In a window of two micro-batches, bit for bit what autograd gives; once it isn't told of."""
+    table = VocabularyEmbedding(9, 4, initial=Normal(1.0))
+    nn.init.normal_(table.weight)
+    table.to(dtype).vocabulary_offset = offset
+    tokens = [torch.tensor([[3, 3, 7], [8, 3, 0]]), torch.tensor([[0, 7, 7], [7, 5, 4]])]
+    grads = [torch.randn(3, 2, 4).to(dtype) for _ in tokens]
+    results = []
+    for own in (False, True):
+        buckets = served(table) if own else buckets_of(table)
+        for _ in range(2):  # what the first window left is overwritten
+            buckets.reset()
+            for ids, grad in zip(tokens, grads, strict=True):
+                table(ids).backward(grad)
+            assert table.sums_weight_gradient is own
+            buckets.finish(1.0)
+        results.append(next(iter(buckets.gradients().values())).clone())
+        buckets.release()
+    assert torch.equal(*results)
+    assert results[0].any()
 
 
 class Twice(nn.Module):
