@@ -40,7 +40,7 @@ from megatron_lightning.precision.fp8 import (
     FP8TensorRecipe,
     device_problem,
 )
-from megatron_lightning.precision.grouped import ExpertRecipe
+from megatron_lightning.precision.grouped import ExpertRecipe, rounds_weight_gradient
 from megatron_lightning.precision.operands import (
     BlockRecipe,
     MXFP8Recipe,
@@ -319,8 +319,13 @@ def _experts(
     axis = mesh.axis("etp")
     kind = _kind(split, len(row.global_shape)) if axis.size > 1 else "none"
     if config.scales_rows_of_experts:
+        _, *outputs, inputs = row.global_shape  # the same in every layout
+        recipe = ExpertRecipe(
+            simulate=config.simulate,
+            rounds_weight_gradient=rounds_weight_gradient(math.prod(outputs), inputs),
+        )
         return RowScaledExperts(
-            recipe=ExpertRecipe(simulate=config.simulate),
+            recipe=recipe,
             split=kind,
             axis=axis,
             clock=clock,

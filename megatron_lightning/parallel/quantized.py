@@ -371,9 +371,11 @@ class QuantizedExperts:
     products: tuple[QuantizedProducts, ...]
     """Of each expert held."""
 
-    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor, defer: object) -> Tensor:
+    def __call__(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, multiply: object, defer: object
+    ) -> Tensor:
         """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts.
-        No gradient is put off.
+        Weight gradients are the recipe's, and none is put off.
         """
         return _experts_outside(self, rows, weight, counts)
 

@@ -1,8 +1,9 @@
-"""Experts whose three products take factors of eight bits, each of them for all experts at once
+"""Experts whose products take factors of eight bits, each of them for all experts at once
 (`precision/grouped.py`).
 
-Of the input the rounded transpose is kept for the backward pass, in place of the input. Weights are
-rounded once in a window, for each product when it is first needed.
+The weights' gradients of small experts are not rounded, see `rounds_weight_gradient`. Where they
+are, the rounded transpose of the input is kept for the backward pass, in place of the input.
+Weights are rounded once in a window, for each product when it is first needed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from megatron_lightning.parallel.quantized import TensorSplit, WeightClock, larg
 from megatron_lightning.precision.grouped import Columns, ExpertRecipe
 from megatron_lightning.precision.operands import Operand, Reduce, identity
 
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""The weight's gradient in the precision of the run: (R, N) gradient, (R, K) input, (E, N, K)
+weight, (E,) counts -> (E, N, K)."""
 Defer = Callable[[Callable[[], Tensor]], bool]
 """Takes what computes the weight's gradient, to add it to its sum at once or later; False: not."""
 
@@ -57,16 +61,13 @@ class RowScaledExperts:
             keeps_weights=self.keeps_weights,
         )
 
-    def __call__(self, rows: Tensor, weight: Tensor, counts: Tensor, defer: Defer | None) -> Tensor:
-        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N). `defer` may take the weight's
-        gradient.
+    def __call__(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, multiply: Multiply, defer: Defer | None
+    ) -> Tensor:
+        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N). `multiply` gives the weight's
+        gradient where it isn't rounded; `defer` may take it.
         """
-        return _outside_of_regions(self, rows, weight, counts, defer)
-
-    def run(self, rows: Tensor, weight: Tensor, counts: Tensor, defer: Defer | None) -> Tensor:
-        """See `__call__`."""
-        keeps = weight.requires_grad and torch.is_grad_enabled()
-        return _Experts.apply(rows, weight, counts, self, defer, keeps)
+        return _outside_of_regions(self, rows, weight, counts, multiply, defer)
 
     def forward(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """The product with each expert's weight."""
@@ -104,9 +105,15 @@ class RowScaledExperts:
 
 
 def _run(
-    experts: RowScaledExperts, rows: Tensor, weight: Tensor, counts: Tensor, defer: Defer | None
+    experts: RowScaledExperts,
+    rows: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    multiply: Multiply,
+    defer: Defer | None,
 ) -> Tensor:
-    return experts.run(rows, weight, counts, defer)
+    keeps = weight.requires_grad and torch.is_grad_enabled()
+    return _Experts.apply(rows, weight, counts, experts, multiply, defer, keeps)
 
 
 _outside_of_regions: Any = torch.compiler.disable(_run)
@@ -120,28 +127,45 @@ class _Experts(torch.autograd.Function):
         weight: Tensor,
         counts: Tensor,
         experts: RowScaledExperts,
+        multiply: Multiply,
         defer: Defer | None,
         keeps: bool,
     ) -> Tensor:
-        rows = rows.contiguous()
-        kept = experts.recipe.columns(rows, "input", counts) if keeps else (None, None, None)
+        rows, recipe = rows.contiguous(), experts.recipe
+        kept: tuple[Tensor, ...] = ()
+        if keeps:
+            rounds = recipe.rounds_weight_gradient
+            kept = recipe.columns(rows, "input", counts) if rounds else (rows,)
         ctx.save_for_backward(weight, counts, *kept)
-        ctx.experts, ctx.defer = experts, defer
+        ctx.experts, ctx.multiply, ctx.defer = experts, multiply, defer
         return experts.forward(rows, weight, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, counts, *kept = ctx.saved_tensors
-        recipe, defer = ctx.experts.recipe, ctx.defer
         grad = grad.contiguous()
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.experts.input_gradient(grad, weight, counts)
         if ctx.needs_input_grad[1]:
-            factors = recipe.columns(grad, "gradient", counts), Columns(*kept)
-            # In a sum float16 could overflow.
-            exact = torch.float32 if weight.dtype is torch.float16 else weight.dtype
-            if defer is None or not defer(partial(recipe.weight_gradient, *factors, exact)):
-                grad_weight = recipe.weight_gradient(*factors, weight.dtype)
-        return grad_rows, grad_weight, None, None, None, None
+            grad_weight = _weight_gradient(ctx, grad, weight, counts, kept)
+        return grad_rows, grad_weight, None, None, None, None, None
+
+
+def _weight_gradient(
+    ctx: Any, grad: Tensor, weight: Tensor, counts: Tensor, kept: list[Tensor]
+) -> Tensor | None:
+    """None once it is taken care of."""
+    recipe: ExpertRecipe = ctx.experts.recipe
+    dtype = weight.dtype
+    if not recipe.rounds_weight_gradient:
+        multiply = partial(ctx.multiply, grad, *kept, weight, counts)
+    else:
+        factors = recipe.columns(grad, "gradient", counts), Columns(*kept)
+        # In a sum float16 could overflow.
+        exact = torch.float32 if dtype is torch.float16 else dtype
+        multiply = partial(recipe.weight_gradient, *factors, exact)
+    if ctx.defer is not None and ctx.defer(multiply):
+        return None
+    return multiply().to(dtype)

@@ -41,9 +41,12 @@ class LowPrecision(Protocol):
         rows: Tensor,
         weight: Tensor,
         counts: Tensor,
+        multiply: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
         defer: Callable[[Callable[[], Tensor]], bool] | None,
     ) -> Tensor:
-        """See `expert_product`. `defer`: of the layer's `weight_sink`."""
+        """See `expert_product`. `multiply` is `expert_weight_gradient`, `defer` of the layer's
+        `weight_sink`.
+        """
         ...
 
 
@@ -89,7 +92,8 @@ class ExpertLinear(nn.Module):
         weight = self.weight.view(num_experts, -1, in_features)  # (E, N, in)
         if self.quantized_experts is not None:
             defer = None if self.weight_sink is None else self.weight_sink.defer_call
-            y = self.quantized_experts(rows, weight, counts, defer)
+            multiply = partial(expert_weight_gradient, each=each)
+            y = self.quantized_experts(rows, weight, counts, multiply, defer)
         elif self.weight_sink is None:
             y = expert_product(rows, weight, counts, each)
         else:

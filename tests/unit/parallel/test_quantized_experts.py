@@ -33,9 +33,15 @@ COUNTS = (3, 0, 20, 9)
 ROWS, IN, OUT = 40, 64, 96  # eight rows of garbage behind the counts
 
 
-def experts(*, simulate: bool, split: TensorSplit = "none", axis: MeshAxis | None = None) -> Any:
+def experts(
+    *,
+    simulate: bool,
+    rounds: bool = True,
+    split: TensorSplit = "none",
+    axis: MeshAxis | None = None,
+) -> Any:
     return RowScaledExperts(
-        recipe=ExpertRecipe(simulate=simulate),
+        recipe=ExpertRecipe(simulate=simulate, rounds_weight_gradient=rounds),
         split=split,
         axis=axis or MeshAxis(name="alone"),
         clock=WeightClock(),
@@ -76,7 +82,9 @@ def rounded(x: Tensor) -> Tensor:
     return (x.double() * scale).float().to(torch.float8_e4m3fn).double() / scale
 
 
-def reference(layer: ExpertLinear, rows: Tensor, grad: Tensor) -> list[Tensor]:
+def reference(
+    layer: ExpertLinear, rows: Tensor, grad: Tensor, *, rounds: bool = True
+) -> list[Tensor]:
     """One expert after the other, summed in float64."""
     weights = layer.weight.detach().flatten(1, 2)
     ends = torch.tensor(COUNTS).cumsum(0).tolist()
@@ -86,7 +94,12 @@ def reference(layer: ExpertLinear, rows: Tensor, grad: Tensor) -> list[Tensor]:
         w = weights[expert]
         y.append(rounded(x) @ rounded(w).t())
         dx.append(rounded(g) @ rounded(w.t()).t())
-        dw.append(rounded(g.t()) @ rounded(x.t()).t() if count else torch.zeros(OUT, IN))
+        if not count:
+            dw.append(torch.zeros(OUT, IN))
+        elif rounds:
+            dw.append(rounded(g.t()) @ rounded(x.t()).t())
+        else:
+            dw.append(g.double().t() @ x.double())
     return [torch.cat(y), torch.cat(dx), torch.stack(dw)]
 
 
@@ -96,15 +109,21 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(off.max())
 
 
+@pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize("simulate", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_against_float64_of_rounded_factors(dtype: torch.dtype, simulate: bool) -> None:
-    """On the CPU FP8's own products run too; bfloat16 is what they write."""
+def test_against_float64_of_rounded_factors(
+    dtype: torch.dtype, simulate: bool, rounds: bool
+) -> None:
+    """On the CPU FP8's own products run too; bfloat16 is what they write. With and without weight
+    gradients.
+    """
     layer, rows, grad = make(dtype)
     limit = 1e-5 if dtype is torch.float32 and simulate else 4e-3
     names = ("output", "input", "weight")
-    results = run(layer, rows, grad, experts(simulate=simulate))
-    for name, got, want in zip(names, results, reference(layer, rows, grad), strict=True):
+    results = run(layer, rows, grad, experts(simulate=simulate, rounds=rounds))
+    wanted = reference(layer, rows, grad, rounds=rounds)
+    for name, got, want in zip(names, results, wanted, strict=True):
         assert got.dtype is dtype
         present = want.norm(dim=-1) > (1e-2 if dtype is torch.float16 else 0)  # normal numbers
         assert error(got[present], want[present]) < limit, name
@@ -164,7 +183,7 @@ def test_what_the_grouped_product_is_given(monkeypatch: pytest.MonkeyPatch) -> N
         lambda *a, **k: actual(*a, **k) if a[0].is_meta else scaled_grouped_mm(*a, **k),
     )
     got = run(layer, rows, grad, experts(simulate=False))
-    assert fast == [True, False, False]
+    assert fast == [True, True, True]
     for one, other in zip(got, want, strict=True):
         assert error(one, other.double()) < 5e-3
 
@@ -218,15 +237,16 @@ def test_a_weight_that_does_not_learn() -> None:
     own = rows.clone().requires_grad_()
     y = layer(own, torch.tensor(COUNTS))
     kept = y.grad_fn.next_functions[0][0].saved_tensors  # type: ignore[union-attr]
-    assert [each is None for each in kept] == [False, False, True, True, True]
+    assert len(kept) == 2  # weight and counts
     y.backward(grad)
     assert own.grad is not None
     assert torch.equal(own.grad[: sum(COUNTS)], want)
 
 
-def test_the_weights_gradient_may_be_put_off() -> None:
+@pytest.mark.parametrize("rounds", [True, False])
+def test_the_weights_gradient_may_be_put_off(rounds: bool) -> None:
     layer, rows, grad = make(torch.float32)
-    want = run(layer, rows, grad, experts(simulate=True))[2]
+    want = run(layer, rows, grad, experts(simulate=True, rounds=rounds))[2]
     taken = []
 
     class Sink:
@@ -279,6 +299,26 @@ def test_scales_do_not_know_of_tensor_ranks(split: TensorSplit) -> None:
         whole_y, whole_dx = torch.cat(parts, -1).flatten(1), ranks[0][1]
     assert error(whole_y, y.double()) < 1e-6
     assert error(whole_dx, dx.double()) < 1e-6
+
+
+def test_weight_gradients_of_large_experts_are_rounded() -> None:
+    """By global sizes: those of Mixtral are, those of 128 experts of width 768 are not."""
+    config = QuantizationConfig(recipe="fp8_rowwise", simulate=True, experts=True)
+    mesh = ParallelMesh.single()
+    cases = [((8, 2, 14336, 4096), True), ((8, 4096, 14336), True)]
+    cases += [((128, 2, 768, 2048), False), ((128, 2048, 768), False)]
+    for shape, rounds in cases:
+        row = ParameterInfo(
+            name="experts.weight",
+            global_shape=shape,
+            offsets=(0,) * len(shape),
+            sizes=(*shape[:-1], shape[-1] // 2),
+            split=experts_split(2),
+            expert=True,
+        )
+        made = _experts(config, "experts", row, row.split, mesh, WeightClock(), 0, True)
+        assert isinstance(made, RowScaledExperts)
+        assert made.recipe.rounds_weight_gradient == rounds
 
 
 @pytest.mark.parametrize(
