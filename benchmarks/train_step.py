@@ -61,6 +61,7 @@ from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.gpt import BackendName
+from megatron_lightning.parallel.overlap import held_bytes
 from megatron_lightning.runtime.kernel_times import union
 from megatron_lightning.strategies import MegatronStrategy
 
@@ -119,7 +120,7 @@ class Clock(L.Callback):
         self.seconds: list[float] = []
         self.host_seconds: list[float] = []
         self.losses: list[float] = []
-        self.peak_gib = 0.0
+        self.peak_gib = self.shared_gib = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         gc.disable()
@@ -142,6 +143,7 @@ class Clock(L.Callback):
         if dist.is_initialized():
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         self.peak_gib = float(peak)
+        self.shared_gib = held_bytes() / 2**30  # with tensor ranks; not in the peak
 
 
 def experts_of(shape: dict[str, Any], forced: bool) -> MoEConfig | None:
@@ -350,6 +352,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "share_of_ceiling": top and round(tflops / top, 4),
         "kernel_busy_share": round(kernels[0].busy_share, 4) if kernels else None,
         "peak_gib": round(clock.peak_gib, 2),
+        "shared_gib": round(clock.shared_gib, 2),
         "first_loss": clock.losses[0],
         "last_loss": clock.losses[-1],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_lightning.cli.plan_memory import (
-    RESERVED_BYTES,
     PipelineRank,
     UnitParameters,
+    outside_bytes,
     pipeline_rank,
     unit_parameters,
 )
@@ -52,7 +52,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every rank fits in the GPU, with what is outside of torch's allocator."""
-        return self.peak_bytes + RESERVED_BYTES <= self.request.hardware.memory_bytes
+        return self.peak_bytes + outside_bytes(self.request) <= self.request.hardware.memory_bytes
 
     @property
     def bubble(self) -> float:

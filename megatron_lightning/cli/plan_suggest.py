@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lightning.cli.plan_estimate import Plan, layout_of, make_plan, stage_weights
-from megatron_lightning.cli.plan_memory import RESERVED_BYTES
+from megatron_lightning.cli.plan_memory import outside_bytes
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.cli.plan_text import gib, table
 from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfig
@@ -122,7 +122,7 @@ def _best(request: PlanRequest, sizes: Sizes) -> tuple[Suggestion | None, str]:
     if best is None and smallest is not None:
         states = smallest.ranks[0].memory
         reason = (
-            f"needs {gib(smallest.peak_bytes + RESERVED_BYTES)} GiB of"
+            f"needs {gib(smallest.peak_bytes + outside_bytes(smallest.request))} GiB of"
             f" {gib(request.hardware.memory_bytes)} in its smallest variant (parameters, gradients"
             f" and optimizer: {gib(states.parameters + states.gradients + states.optimizer)})"
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble
-from megatron_lightning.cli.plan_memory import RESERVED_BYTES, WORKSPACE_BYTES
+from megatron_lightning.cli.plan_memory import WORKSPACE_BYTES, outside_bytes
 from megatron_lightning.cli.plan_request import GIB
 from megatron_lightning.cli.plan_values import axes_of, notes_of, stages_of
 
@@ -126,7 +126,8 @@ def _memory(plan: Plan) -> str:
     return (
         "Memory of a rank, GiB\n"
         + table(header, rows)
-        + f"\n{verdict}: {gib(plan.peak_bytes)} at the peak and {gib(RESERVED_BYTES)} outside of"
+        + f"\n{verdict}: {gib(plan.peak_bytes)} at the peak and"
+        f" {gib(outside_bytes(plan.request))} outside of"
         f" torch's allocator, of {gib(plan.request.hardware.memory_bytes)}"
         f" (buffers count {gib(WORKSPACE_BYTES)} of workspaces)"
     )

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble, stage_weights
-from megatron_lightning.cli.plan_memory import RESERVED_BYTES
+from megatron_lightning.cli.plan_memory import outside_bytes
 from megatron_lightning.parallel.mesh import EXPERT_ORDER, expert_rank_lists, rank_lists
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
@@ -47,7 +47,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
                 for rank in plan.ranks
             ],
             "peak_bytes": plan.peak_bytes,
-            "outside_of_allocator_bytes": RESERVED_BYTES,
+            "outside_of_allocator_bytes": outside_bytes(request),
             "gpu_bytes": request.hardware.memory_bytes,
             "fits": plan.fits,
         },

@@ -54,9 +54,9 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "rounded weights and scales are kept by the host for a window",
         ),
         (
-            config.sequence_parallel and config.runtime.overlap_tensor_parallel is not False,
-            f"runtime.overlap_tensor_parallel={config.runtime.overlap_tensor_parallel}",
-            "the host tells which of several pieces of memory a product uses; set it to False",
+            bool(config.sequence_parallel and config.runtime.overlap_tensor_parallel),
+            "runtime.overlap_tensor_parallel=True",
+            "the host tells which of several pieces of memory a product uses; set it to None",
         ),
     )
     return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in rules if hit]

@@ -40,6 +40,10 @@ class PipelineConfig:
     nothing)."""
     head_cost: float = 1.0
     """Cost of final norm, head and loss in units of one layer, for the balanced split."""
+    message_ctas: int | None = 4
+    """NCCL: multiprocessors (thread blocks) that a message between stages holds at most. A receive
+    is begun ahead and holds them while it waits, which slows the products beside it; with fewer a
+    message travels longer. None: NCCL's choice."""
     defer_head_gradient: bool = True
     """zb-h1, zb-v: put off the weight gradient of the head like that of the layers; False: take it
     at once, so that the logits' gradient is not kept for it, which may cost some bubble."""
@@ -68,6 +72,10 @@ class DataParallelConfig:
     overlap_param_gather: bool = True
     """sharding="optimizer": let the next forward begin while updated parameters are still being
     gathered, where every reader is known to wait; False: gather all right after the step."""
+    peer_memory: bool = False
+    """sharding="optimizer": sum gradients by copies into the memory of the other GPUs, where a
+    host's GPUs can write to each other's; else, and by default, by collectives, whose kernels take
+    multiprocessors from the backward pass."""
     reshard_after_forward: bool = True
     """sharding="fsdp": free a layer's parameters after its forward and gather them again for its
     backward (ZeRO-3); False: keep them (ZeRO-2), less traffic for more memory."""
@@ -107,7 +115,7 @@ class RuntimeConfig:
     cuda_graphs: CudaGraphsName = "none"
     """layers: run forward and backward of each layer as a CUDA graph, which saves the host's time
     where it is the limit: small models, short micro-batches (docs/speed.md)."""
-    overlap_tensor_parallel: bool | None = False
+    overlap_tensor_parallel: bool | None = None
     """sequence_parallel: multiply part by part, while other parts of the sequence are on their way
     between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory;
     True: by messages elsewhere too; False: one collective, then the whole product."""

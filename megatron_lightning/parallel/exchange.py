@@ -18,6 +18,16 @@ from torch import Tensor
 
 from megatron_lightning.parallel.mesh import MeshAxis
 
+SETS = 2
+"""Of shared buffers, which turns use by turns."""
+
+
+def shared_bytes(ranks: int, part_bytes: int) -> int:
+    """Memory that each rank shares with the others for parts of this size: of each set, all ranks'
+    parts, and the partial sums of the others.
+    """
+    return SETS * (2 * ranks - 1) * part_bytes
+
 
 class Turn(Protocol):
     """What one operation moves. All ranks of the axis make the same calls in the same order."""
@@ -62,6 +72,11 @@ class Exchange(Protocol):
         """
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory held between turns that torch's allocator doesn't count."""
+        ...
+
     def release(self) -> None:
         """Give back what is held between turns."""
         ...
@@ -71,6 +86,7 @@ class MessageExchange:
     """Moves by point-to-point messages of the axis' group."""
 
     kind = "messages"
+    held_bytes = 0
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from megatron_lightning.parallel.exchange import Exchange, MessageExchange
 from megatron_lightning.parallel.mesh import LanedAxis, MeshAxis
 from megatron_lightning.parallel.overlap import Overlap, announced
 from megatron_lightning.parallel.whole_products import Collectives
-from megatron_lightning.utils.env import provide
-from megatron_lightning.utils.logging import warn_once
+from megatron_lightning.utils.env import peer_access_is_off, provide
+from megatron_lightning.utils.logging import say_once, warn_once
 
-_LEAST_BYTES_ON_GPU = 4 << 20
+LEAST_BYTES_ON_GPU = 4 << 20
 """Parts of a sequence below this are on their way for less time than it takes to launch the work
 that would hide them."""
 _NO_MEMORY = "collectives, since memory can't be shared"
@@ -37,20 +38,24 @@ def choose_overlap(
         return None
     if wanted is False:
         return Overlap.of(announced(axis, Collectives.kind) or Collectives(axis))
-    least = _LEAST_BYTES_ON_GPU if device.type == "cuda" else 0
+    least = LEAST_BYTES_ON_GPU if device.type == "cuda" else 0
     found = announced(axis, "memory", "messages" if wanted else _NO_MEMORY)
     if found is not None:
         return Overlap.of(found, least_bytes=least)
     exchange: Exchange | Collectives | None = None
     if device.type == "cuda":
-        exchange = _symmetric(axis, device, timeout_seconds)
+        exchange = _symmetric(axis, device, timeout_seconds, tell=warn_once if wanted else say_once)
     if exchange is None:
         exchange = MessageExchange(axis) if wanted else Collectives(axis, _NO_MEMORY)
     return Overlap.of(exchange, least_bytes=least)
 
 
-def _symmetric(axis: MeshAxis, device: torch.device, timeout_seconds: float) -> Exchange | None:
-    """An exchange through the peers' memory, tried once, or None on all ranks."""
+def _symmetric(
+    axis: MeshAxis, device: torch.device, timeout_seconds: float, tell: Callable[[str], None]
+) -> Exchange | None:
+    """An exchange through the peers' memory, tried once, or None on all ranks. What is known
+    beforehand to speak against it is told by `tell`, a failed trial is warned of.
+    """
     reasons = _agree(axis, _why_not(axis, device))
     if not reasons:
         provide(override=False, TORCH_SYMM_MEM_DISABLE_MULTICAST="1")  # it is not used
@@ -58,7 +63,8 @@ def _symmetric(axis: MeshAxis, device: torch.device, timeout_seconds: float) -> 
         reasons = _agree(axis, reason)
         if not reasons:
             return exchange
-    warn_once(
+        tell = warn_once
+    tell(
         "overlap of tensor parallelism: the GPUs can't write to each other's memory"
         f" ({reasons[0]}), so parts of the sequence are not moved that way; with"
         " runtime.overlap_tensor_parallel=True they are sent as messages"
@@ -83,6 +89,8 @@ def _why_not(axis: MeshAxis, device: torch.device) -> str | None:
     """What all ranks know before they try."""
     rows: list[Any] = [None] * axis.size
     dist.all_gather_object(rows, (socket.gethostname(), device.index), group=axis.group)
+    if peer_access_is_off():
+        return "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL forbids it"
     if len({host for host, _ in rows}) > 1:
         return f"axis {axis.name} reaches over several hosts"
     for _, index in rows:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed._symmetric_memory import _SymmetricMemory
 
-from megatron_lightning.parallel.exchange import Turn
+from megatron_lightning.parallel.exchange import SETS, Turn, shared_bytes
 from megatron_lightning.parallel.mesh import MeshAxis
 
-_SETS = 2
 _CHANNELS = 2
 """Of a set: what is gathered, and partial sums."""
 _ALIGNMENT = 512
@@ -69,7 +68,7 @@ class SymmetricExchange:
             current.wait_stream(self.current)
             self.current = current
         self.follow()
-        return _SymmetricTurn(self, self._turns % _SETS, (rows, columns), dtype)
+        return _SymmetricTurn(self, self._turns % SETS, (rows, columns), dtype)
 
     def follow(self) -> None:
         """What is moved from now on comes after all that the current stream has been given."""
@@ -86,6 +85,11 @@ class SymmetricExchange:
         if found != list(range(self.axis.size)):
             raise RuntimeError(f"{found} arrived in place of the ranks' numbers")
 
+    @property
+    def held_bytes(self) -> int:
+        """The buffers, which are outside of torch's allocator."""
+        return 0 if self._memory is None else self._memory.numel()
+
     def release(self) -> None:
         """Give the memory back, once everything has been moved; the next turn makes it anew."""
         if self._memory is not None:
@@ -98,7 +102,7 @@ class SymmetricExchange:
     def _allocate(self, needed: int) -> None:
         self.release()
         self.part_bytes = -(-needed // _ALIGNMENT) * _ALIGNMENT
-        size = _SETS * (2 * self.axis.size - 1) * self.part_bytes
+        size = shared_bytes(self.axis.size, self.part_bytes)
         # Not from a pool, where the beginning of the memory would have to be looked for.
         self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device)
         self.handle = _SymmetricMemory.rendezvous(self._memory, self.axis.group.group_name)
@@ -121,7 +125,7 @@ class SymmetricExchange:
             return
         offset = channel * self.axis.size + self.axis.rank  # where `wait_signal` looks
         if peer not in self._pads:
-            numbers = self.axis.size * _SETS * _CHANNELS
+            numbers = self.axis.size * SETS * _CHANNELS
             self._pads[peer] = self.handle.get_signal_pad(peer, (numbers,), torch.uint32)
         _SymmetricMemory.stream_write_value32(self._pads[peer], offset, 1)
 

@@ -30,6 +30,7 @@ class Collectives:
 
     axis: MeshAxis
     kind: str = "collectives"
+    held_bytes: int = 0
 
     def release(self) -> None:
         """Nothing is held."""

@@ -189,7 +189,9 @@ def _apply_layout(
         experts=ExpertAxes.of(mesh),
         overlap=_overlap(mesh, config),
     )
-    apply_context_parallel(chunk, mesh, config.context)
+    apply_context_parallel(
+        chunk, mesh, config.context, timeout_seconds=config.runtime.timeout_seconds
+    )
     apply_expert_parallel(chunk, mesh, config.expert, sequence_parallel=sequence_parallel)
     streams = apply_random(
         chunk,
@@ -207,10 +209,11 @@ def _overlap(mesh: ParallelMesh, config: ParallelConfig) -> Overlap | None:
     """How products hide the collectives of a split sequence; None: not at all."""
     if not config.sequence_parallel:
         return None
+    runtime = config.runtime
     return choose_overlap(
         mesh.tp,
         mesh.device,
-        wanted=config.runtime.overlap_tensor_parallel,
+        wanted=False if runtime.cuda_graphs != "none" else runtime.overlap_tensor_parallel,
         timeout_seconds=config.runtime.timeout_seconds,
     )
 

@@ -97,6 +97,15 @@ def slurm_job(environment: Mapping[str, str] | None = None) -> str | None:
     return variables.get("SLURM_JOB_ID")
 
 
+def peer_access_is_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether NCCL was told not to let GPUs write to each other's memory (NCCL_P2P_DISABLE=1, or
+    NCCL_P2P_LEVEL=LOC).
+    """
+    variables = os.environ if environment is None else environment
+    off = variables.get("NCCL_P2P_DISABLE", "0").strip() not in ("", "0")
+    return off or variables.get("NCCL_P2P_LEVEL", "").strip().upper() in ("LOC", "0")
+
+
 def provide(*, override: bool = True, **variables: str) -> None:
     """Set variables of this process, for libraries and for ranks that it starts; without `override`
     only those that nobody has set.

@@ -35,6 +35,11 @@ def warn_once(message: str, *, every_rank: bool = False) -> None:
     _once(logging.WARNING, message, every_rank)
 
 
+def say_once(message: str) -> None:
+    """Log something worth knowing the first time that this process says it, on rank 0."""
+    _once(logging.INFO, message, False)
+
+
 def is_installed(package: str) -> bool:
     """Whether a top-level package can be imported; it is looked for, not imported."""
     try:

@@ -1,7 +1,9 @@
 """Products that hide the collectives of a split sequence: same values as one after the other."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,15 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config.plan import Gradient, ParallelPlan, column, follows, replicated, row
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.parallel import overlap_choice
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.exchange import MessageExchange
 from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.overlap import Overlap
+from megatron_lightning.parallel.overlap_choice import choose_overlap
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
+from megatron_lightning.parallel.whole_products import Collectives
 from tests.harness import run_ranks
 
 PLAN = ParallelPlan(
@@ -63,8 +68,8 @@ def _axis(size: int) -> MeshAxis:
     return ParallelMesh.build(device=torch.device("cpu"), tensor=size).tp
 
 
-def _overlap(axis: MeshAxis) -> Overlap:
-    return Overlap.of(MessageExchange(axis))
+def _overlap(axis: MeshAxis, by_parts: bool = True) -> Overlap:
+    return Overlap.of(MessageExchange(axis) if by_parts else Collectives(axis))
 
 
 def _input() -> Tensor:
@@ -86,9 +91,9 @@ def _gradients(pair: Pair, x: Tensor, frozen: tuple[str, ...]) -> tuple[Tensor, 
     return y, [y, *found]
 
 
-def _same(rank: int, size: int, kind: Any, frozen: tuple[str, ...]) -> None:
+def _same(rank: int, size: int, kind: Any, frozen: tuple[str, ...], by_parts: bool = True) -> None:
     axis = _axis(size)
-    overlapped, plain = _pair(axis, kind, _overlap(axis)), _pair(axis, kind, None)
+    overlapped, plain = _pair(axis, kind, _overlap(axis, by_parts)), _pair(axis, kind, None)
     overlapped.load_state_dict(plain.state_dict())
     assert isinstance(overlapped.second.after, RowOutput)
     y, got = _gradients(overlapped, _part(axis), frozen)
@@ -105,9 +110,12 @@ def _same(rank: int, size: int, kind: Any, frozen: tuple[str, ...]) -> None:
 FROZEN = [(), ("x",), ("first.weight",), ("second.weight", "first.bias"), ("x", "first.weight")]
 
 
+@pytest.mark.parametrize("by_parts", [True, False])
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_two_ranks_give_what_the_plain_form_and_one_process_give(frozen: tuple[str, ...]) -> None:
-    run_ranks(_same, 2, _own, frozen)
+def test_two_ranks_give_what_the_plain_form_and_one_process_give(
+    frozen: tuple[str, ...], by_parts: bool
+) -> None:
+    run_ranks(_same, 2, _own, frozen, by_parts)
 
 
 @pytest.mark.parametrize("kind", [_own, _torch])
@@ -115,9 +123,9 @@ def test_four_ranks(kind: Callable[[int, int], nn.Module]) -> None:
     run_ranks(_same, 4, kind, ())
 
 
-def _kept(rank: int, size: int) -> None:
+def _kept(rank: int, size: int, by_parts: bool) -> None:
     axis = _axis(size)
-    pair, x = _pair(axis, _own, _overlap(axis)), _part(axis)
+    pair, x = _pair(axis, _own, _overlap(axis, by_parts)), _part(axis)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(t.numel()) or t, lambda t: t
@@ -127,8 +135,9 @@ def _kept(rank: int, size: int) -> None:
     assert sorted(kept) == [pair.first.weight.numel(), x.numel()]
 
 
-def test_only_the_own_part_of_the_sequence_is_kept() -> None:
-    run_ranks(_kept, 2)
+@pytest.mark.parametrize("by_parts", [True, False])
+def test_only_the_own_part_of_the_sequence_is_kept(by_parts: bool) -> None:
+    run_ranks(_kept, 2, by_parts)
 
 
 class Sum:
@@ -142,10 +151,10 @@ class Sum:
         self.total += grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def _sums(rank: int, size: int, compiled: bool) -> None:
+def _sums(rank: int, size: int, compiled: bool, by_parts: bool) -> None:
     """Weight gradients go to their sums; in a compiled region too, without a graph break."""
     axis = _axis(size)
-    pair, plain = _pair(axis, _own, _overlap(axis)), _pair(axis, _own, None)
+    pair, plain = _pair(axis, _own, _overlap(axis, by_parts)), _pair(axis, _own, None)
     sums = [Sum(layer.weight) for layer in (pair.first, pair.second)]
     for one, layer in zip(sums, (pair.first, pair.second), strict=True):
         announce(one)
@@ -164,13 +173,15 @@ def _sums(rank: int, size: int, compiled: bool) -> None:
         torch.testing.assert_close(layer.bias.grad, expected.bias.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_weight_gradients_go_to_their_sums() -> None:
-    run_ranks(_sums, 2, False)
+@pytest.mark.parametrize("by_parts", [True, False])
+def test_weight_gradients_go_to_their_sums(by_parts: bool) -> None:
+    run_ranks(_sums, 2, False, by_parts)
 
 
 @pytest.mark.slow
-def test_one_compiled_graph() -> None:
-    run_ranks(_sums, 2, True, timeout=180)
+@pytest.mark.parametrize("by_parts", [True, False])
+def test_one_compiled_graph(by_parts: bool) -> None:
+    run_ranks(_sums, 2, True, by_parts, timeout=180)
 
 
 def _compiled_apart(rank: int, size: int, frozen: tuple[str, ...]) -> None:
@@ -213,3 +224,38 @@ def _fallbacks(rank: int, size: int) -> None:
 
 def test_what_takes_the_plain_way() -> None:
     run_ranks(_fallbacks, 2)
+
+
+def _choices(rank: int, size: int) -> None:
+    """What is chosen, and that memory is tried once, not again for each chunk of layers."""
+    axis, cpu, gpu = _axis(size), torch.device("cpu"), torch.device("cuda", 0)
+    choose = functools.partial(choose_overlap, axis, timeout_seconds=1.0)
+    plain = choose(cpu, wanted=False)
+    messages = choose(cpu, wanted=True)
+    assert plain is not None
+    assert messages is not None
+    assert plain.exchange.kind == "collectives"
+    assert messages.exchange.kind == "messages"
+    assert choose(cpu, wanted=False).exchange is plain.exchange
+    del messages
+    tried: list[MeshAxis] = []
+    with patch.object(overlap_choice, "_symmetric", lambda axis, *_, **__: tried.append(axis)):
+        first, second = choose(gpu, wanted=None), choose(gpu, wanted=None)
+    assert first is not None
+    assert second is not None
+    assert first.exchange is second.exchange
+    assert first.exchange is not plain.exchange
+    assert isinstance(first.exchange, Collectives)
+    assert tried == [axis]
+
+
+def test_what_is_chosen() -> None:
+    run_ranks(_choices, 2)
+
+
+def test_forbidden_access_between_gpus_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(overlap_choice.dist, "all_gather_object", lambda *_, **__: None)
+    reason = overlap_choice._why_not(MeshAxis(name="tp", size=2), torch.device("cuda", 0))
+    assert reason is not None
+    assert "NCCL_P2P_DISABLE" in reason

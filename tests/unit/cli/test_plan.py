@@ -45,6 +45,29 @@ def test_the_rest_is_data_parallel(capsys: pytest.CaptureFixture[str]) -> None:
     assert last == {"rank": 63, "node": 7, "pp": 3, "dp": 1, "cp": 1, "tp": 3}
 
 
+def test_memory_that_tensor_ranks_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """4 parts of 1,024 tokens and 3 partial sums, twice."""
+    outside = []
+    for options in (
+        "{tensor_parallel_size: 4}",
+        "{tensor_parallel_size: 4, sequence_parallel: true}",
+        "{tensor_parallel_size: 4, sequence_parallel: true,"
+        " runtime: {overlap_tensor_parallel: false}}",
+    ):
+        path = tmp_path / "short.yaml"
+        path.write_text(
+            f"""
+trainer: {{devices: 4, precision: bf16-mixed, strategy: {options}}}
+model: {{class_path: megatron_lightning.cli.presets.gpt_preset, init_args: {{preset: llama3-8b}}}}
+data: {{paths: corpus, seq_length: 4096, micro_batch_size: 1, global_batch_size: 4}}
+"""
+        )
+        memory = plan(capsys, "--config", str(path))["memory"]
+        outside.append(memory["outside_of_allocator_bytes"])
+    assert outside[1] - outside[0] == 2 * 7 * 1024 * 4096 * 2
+    assert outside[2] == outside[0]
+
+
 def test_61_layers_on_4_stages(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--preset llama3-8b --num-layers 61 --gpus 4 --pipeline-parallel-size 4"
     assert plan(capsys, arguments)["layers_per_stage"] == [16, 15, 15, 15]

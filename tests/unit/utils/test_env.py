@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_lightning.utils import Launch
+from megatron_lightning.utils.env import peer_access_is_off
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -57,6 +58,19 @@ def test_the_variables_of_the_process_are_read_at_the_call(monkeypatch: pytest.M
     assert Launch.from_environment().rank == 5
     monkeypatch.setenv("RANK", "6")
     assert Launch.from_environment().rank == 6
+
+
+@pytest.mark.parametrize(
+    ("variables", "off"),
+    [
+        ({}, False),
+        ({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"}, False),
+        ({"NCCL_P2P_DISABLE": "1"}, True),
+        ({"NCCL_P2P_LEVEL": "loc"}, True),
+    ],
+)
+def test_peer_access(variables: dict[str, str], off: bool) -> None:
+    assert peer_access_is_off(variables) is off
 
 
 @pytest.mark.parametrize("value", ["-1", "two", "", "1.5"])
