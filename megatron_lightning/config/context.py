@@ -25,9 +25,12 @@ class ContextConfig:
     """hierarchical: ranks of one group of neighbours, between which heads are exchanged; it divides
     context_parallel_size."""
 
-    head_groups: int | None = None
+    head_groups: int = 1
     """all_to_all alone: into how many groups, at most, a rank's key/value heads are dealt, whose
-    exchanges hide behind attention of other groups; worth it where links are slow. None: chosen."""
+    exchanges hide behind attention of other groups; more are worth it where links are slow."""
+    peer_memory: bool = True
+    """all_to_all alone, in one group: whether heads are written to the memory of the other GPUs of
+    the host, where that can be; else collectives exchange them."""
 
     def form_of(self, layer: int | None) -> ContextForm:
         """Form of layer number `layer` (from 0); None: of a core outside of numbered layers."""
@@ -55,10 +58,8 @@ class ContextConfig:
             for form in dict.fromkeys((self.form, *self.layer_forms))
             if form not in known
         ]
-        if self.head_groups is not None and self.head_groups < 1:
-            problems.append(
-                f"context.head_groups={self.head_groups}: it must be at least 1, or None"
-            )
+        if self.head_groups < 1:
+            problems.append(f"context.head_groups={self.head_groups}: it must be at least 1")
         size, inner = context_parallel_size, self.inner_size
         if size > 1 and "hierarchical" in self.forms:
             fits = [n for n in range(2, size) if size % n == 0]

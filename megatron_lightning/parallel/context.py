@@ -26,6 +26,7 @@ from megatron_lightning.parallel.context_cores import (
     ContextAxes,
     DealtAttention,
 )
+from megatron_lightning.parallel.context_neighbours import neighbours
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.token_shift import TokenShift
@@ -34,8 +35,15 @@ FORMS_WITH_DROPOUT: tuple[ContextForm, ...] = ("all_gather", "all_to_all")
 """Forms in which attention probabilities may be dropped."""
 
 
-def apply_context_parallel(network: nn.Module, mesh: ParallelMesh, config: ContextConfig) -> None:
-    """Swap every attention core of `network`, in place; nothing on an axis of size 1.
+def apply_context_parallel(
+    network: nn.Module,
+    mesh: ParallelMesh,
+    config: ContextConfig,
+    *,
+    timeout_seconds: float = 600.0,
+) -> None:
+    """Swap every attention core of `network`, in place; nothing on an axis of size 1. All ranks of
+    the mesh must call it.
 
     ValueError when the network holds no core, or a form can't do what a core asks for.
     """
@@ -45,11 +53,13 @@ def apply_context_parallel(network: nn.Module, mesh: ParallelMesh, config: Conte
     if problems:
         raise ValueError("\n".join(problems))
     axes = ContextAxes.of(mesh)
+    ranks = neighbours(mesh, config, timeout_seconds) if config.contiguous else None
     for name, core in _cores(network):
         parent, _, attribute = name.rpartition(".")
         form = config.form_of(_layer_of(name))
-        if config.contiguous and not core.written_out and not core.score_cap:
-            context = DealtAttention(core, axes, form, head_groups=config.head_groups)
+        if ranks is not None and not core.written_out and not core.score_cap:
+            groups = config.head_groups
+            context = DealtAttention(core, axes, form, ranks=ranks, head_groups=groups)
         else:
             context = ContextAttention(core, axes, form, contiguous=config.contiguous)
         setattr(network.get_submodule(parent) if parent else network, attribute, context)

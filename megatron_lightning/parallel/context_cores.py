@@ -12,7 +12,6 @@ from megatron_lightning.config.context import ContextForm
 from megatron_lightning.parallel.context_all_to_all import HeadExchange, check_heads
 from megatron_lightning.parallel.context_exchange import (
     Neighbours,
-    announced,
     exchanged_attention,
     groups_of,
 )
@@ -203,12 +202,13 @@ class DealtAttention(ContextAttention):
         form: ContextForm,
         *,
         contiguous: bool = True,
-        head_groups: int | None = None,
+        ranks: Neighbours,
+        head_groups: int = 1,
     ) -> None:
         super().__init__(core, axes, form, contiguous=contiguous)
         assert contiguous and form == "all_to_all"  # noqa: PT018
         self.head_groups = head_groups
-        self._ranks = announced(axes.whole)
+        self._ranks = ranks
 
     def forward(
         self,
@@ -227,7 +227,7 @@ class DealtAttention(ContextAttention):
             return plainly(query, key, value, sequence, rows=rows, sinks=sinks)
         size = self.axes.whole.size
         check_heads(key.shape[2], size)
-        groups = groups_of(key.shape[2] // size, key.shape[0] * size, self.head_groups)
+        groups = groups_of(key.shape[2] // size, self.head_groups)
         settings = self._ranks, groups, self.scale, self.window_size
         if sequence is None:
             return exchanged_attention(query, key, value, *settings)
@@ -239,7 +239,7 @@ def _within_documents(
     key: Tensor,
     value: Tensor,
     ranks: Neighbours,
-    groups: tuple[int, int],
+    groups: int,
     scale: float,
     window: int,
     sequence: SequenceInfo,

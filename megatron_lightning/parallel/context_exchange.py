@@ -5,10 +5,12 @@ the other, are the whole sequence: what arrives is what attention reads, and wha
 sent as it lies. Heads are dealt before (`dealt`): written in the order in which they are sent,
 (groups, ranks, S/ranks, B, heads, D), in a compiled layer by the kernel that rotates them.
 
-Heads don't know of each other. So the heads that a rank gets may be dealt to a few groups. All are
-sent at once, and while attention of one group is computed the next ones are under way, and outputs
-of the former ones travel back. It isn't for nothing: at the end of each call of attention some of
-the device is idle (`BACKWARD_GROUPS`). What is computed is what `context_all_to_all.py` computes.
+GPUs of one host write to each other's memory (`context_memory.py`); else heads are exchanged by
+collectives. Heads don't know of each other, so the heads that a rank gets may be dealt to a few
+groups: all are sent at once, and while attention of one group is computed the next ones are under
+way, and outputs of the former ones travel back. It isn't for nothing: at the end of each call of
+attention some of the device is idle, and NCCL's kernels take multiprocessors from attention. What
+is computed is what `context_all_to_all.py` computes.
 
 An operation in a compiled region is given tensors and numbers only and finds its ranks by name. All
 ranks compile the same graph, so their exchanges come in the same order.
@@ -18,8 +20,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,25 +31,17 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.context_attend import whole_backward, whole_forward
 from megatron_lightning.parallel.context_kernels import choose_kernel
+from megatron_lightning.parallel.context_memory import Swap
 from megatron_lightning.parallel.context_plan import Call, gathered_calls
 from megatron_lightning.parallel.mesh import MeshAxis
 
-BACKWARD_GROUPS = 2
-"""On an H200 (32,768 tokens, 16 heads of 64, 4 of keys) two groups take 5 % longer forward and
-0.6 % backward than one, four 13 % and 2.5 %; half of an exchange over NVLink is 3 % and 1 %."""
-MIN_TOKENS = 8192
-"""Of whole sequences; with fewer an exchange takes no longer than starting it."""
+if TYPE_CHECKING:
+    from megatron_lightning.parallel.symmetric import SymmetricExchange
 
 
-def groups_of(heads: int, tokens: int, wanted: int | None) -> tuple[int, int]:
-    """Into how many groups a rank's key/value heads are dealt forward and backward: the same, or
-    forward one. `tokens`: of whole sequences; `wanted`: see `ContextConfig.head_groups`.
-    """
-    if wanted is not None:
-        number = max(n for n in range(1, wanted + 1) if heads % n == 0)
-        return number, number
-    several = tokens >= MIN_TOKENS and heads % BACKWARD_GROUPS == 0
-    return 1, BACKWARD_GROUPS if several else 1
+def groups_of(heads: int, wanted: int) -> int:
+    """Into how many groups a rank's key/value heads are dealt; `wanted`: at most."""
+    return max(n for n in range(1, wanted + 1) if heads % n == 0)
 
 
 def dealt(x: Tensor, size: int, groups: int) -> Tensor:
@@ -57,7 +52,7 @@ def dealt(x: Tensor, size: int, groups: int) -> Tensor:
 
 
 def collected(x: Tensor) -> Tensor:
-    """Undoes `dealt`: a copy, where there is more than one group or rank."""
+    """Undoes `dealt`."""
     return x.permute(2, 3, 1, 0, 4, 5).flatten(2, 4)
 
 
@@ -67,6 +62,8 @@ class Neighbours:
 
     axis: MeshAxis
     name: str
+    memory: SymmetricExchange | None
+    """Through which they exchange single groups of heads; None: by collectives."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Neighbours:
         """Itself, as the axis."""
@@ -76,13 +73,14 @@ class Neighbours:
 _by_name: weakref.WeakValueDictionary[str, Neighbours] = weakref.WeakValueDictionary()
 
 
-def announced(axis: MeshAxis) -> Neighbours:
-    """What a layer is to hold, so that operations find the axis."""
-    made = Neighbours(axis, f"{axis.name} {axis.group.group_name}")
+def announced(axis: MeshAxis, memory: SymmetricExchange | None = None) -> Neighbours:
+    """What layers are to hold, so that operations find the axis."""
+    made = Neighbours(axis, f"{axis.name} {axis.group.group_name}", memory)
     found = _by_name.get(made.name)
-    if found is None or found.axis.group is not axis.group:
-        _by_name[made.name] = found = made
-    return found
+    if found is not None and found.axis.group is axis.group and found.memory is memory:
+        return found
+    _by_name[made.name] = made
+    return made
 
 
 def exchanged_attention(
@@ -90,7 +88,7 @@ def exchanged_attention(
     key: Tensor,
     value: Tensor,
     ranks: Neighbours,
-    groups: tuple[int, int],
+    groups: int,
     scale: float,
     window: int,
     lengths: tuple[int, ...] | None = None,
@@ -98,32 +96,32 @@ def exchanged_attention(
     """Causal attention, with gradients: (S/size, B, N, D), (S/size, B, G, D), (S/size, B, G, Dv) of
     neighbouring tokens -> (S/size, B, N * Dv).
 
-    `groups`: see `groups_of`; `lengths`: of the documents of all samples, one sample after the
-    other (not in compiled regions); None: one document a sample.
+    `lengths`: of the documents of all samples, one sample after the other (not in compiled
+    regions); None: one document a sample.
     """
     result: Tensor = _Exchanged.apply(
-        query, key, value, ranks.name, ranks.axis.size, *groups, scale, window, lengths
+        query, key, value, ranks.name, ranks.axis.size, groups, scale, window, lengths
     )
     return result
 
 
 class Sending:
-    """Exchanges under way, and what they read, which must stay as it is until they are done."""
+    """Collectives under way: for each pair (into, parts), both (size, ...), part i goes to rank i,
+    and `into` gets the parts of all ranks.
+    """
 
-    def __init__(self, axis: MeshAxis) -> None:
-        self._axis = axis
-        self._begun: list[tuple[Any, Tensor]] = []
-
-    def begin(self, into: Tensor, parts: Tensor) -> None:
-        """Part i of `parts` (size, ...) goes to rank i, and `into` gets the parts of all ranks."""
-        work = dist.all_to_all_single(into, parts, group=self._axis.group, async_op=True)
-        self._begun.append((work, parts))
+    def __init__(self, axis: MeshAxis, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._kept = pairs  # what is sent must stay as it is until it has gone
+        self._works: list[Any] = [
+            dist.all_to_all_single(into, parts, group=axis.group, async_op=True)
+            for into, parts in pairs
+        ]
 
     def finish(self) -> None:
         """Wait; on CUDA the stream does, not the host."""
-        for work, _ in self._begun:
+        for work in self._works:
             work.wait()
-        self._begun.clear()
+        self._kept = ()
 
 
 def run_forward(
@@ -135,30 +133,47 @@ def run_forward(
     window: int,
     lengths: tuple[int, ...] | None = None,
 ) -> list[Tensor]:
-    """Dealt outputs; then what the backward pass needs: queries, keys and values as they arrived,
-    and of each group the output (S, B, heads, Dv) and the log-sum-exp (heads, B * S).
+    """From dealt tensors the output (S/size, B, N * Dv); then what the backward pass needs:
+    queries, keys and values as they arrived, and of each group the output (S, B, heads, Dv) and the
+    log-sum-exp (heads, B * S).
     """
-    axis = _by_name[name].axis
-    calls = _calls(query, lengths, window)
-    whole = [torch.empty_like(x) for x in (query, key, value)]
-    arriving = []
-    for group in range(query.shape[0]):
-        sending = Sending(axis)
-        for into, x in zip(whole, (query, key, value), strict=True):
-            sending.begin(into[group], x[group])
-        arriving.append(sending)
-    result = value.new_empty(*query.shape[:-1], value.shape[-1])
-    kernel = choose_kernel(query, value)
-    leaving, kept = Sending(axis), []
-    for group, sending in enumerate(arriving):
-        sending.finish()
+    ranks, given = _by_name[name], (query, key, value)
+    whole = [torch.empty_like(x) for x in given]
+    groups, size, local, batch, heads, _ = query.shape
+    context = value.new_empty(local, batch, size, groups, heads, value.shape[-1])
+    calls, kernel = _calls(query, lengths, window), choose_kernel(query, value)
+
+    def attend(group: int) -> tuple[Tensor, Tensor]:
         rows = [_rows(x[group]) for x in whole]
         output, log_sum = whole_forward(rows[0], rows[1], rows[2], None, calls, kernel, scale)
-        output = _sequence_first(output, query.shape[3])
-        leaving.begin(result[group], _parts(output, axis.size))
-        kept += [output, log_sum.contiguous()]
-    leaving.finish()
-    return [result, *whole, *kept]
+        return _sequence_first(output, batch), log_sum.contiguous()
+
+    if groups == 1 and ranks.memory is not None:
+        swap = Swap(ranks.memory, [x[0] for x in given])
+        swap.take([x[0] for x in whole])
+        output, log_sum = attend(0)
+        swap.end()
+        swap = Swap(ranks.memory, [_parts(output, size)])
+        for rank, part in enumerate(swap.each()):
+            _copy(context[:, :, rank, 0], part)
+        swap.end()
+        return [context.flatten(2), *whole, output, log_sum]
+    arriving = [
+        Sending(ranks.axis, [(into[g], x[g]) for into, x in zip(whole, given, strict=True)])
+        for g in range(groups)
+    ]
+    leaving, kept = [], []
+    result = torch.empty(
+        groups, size, *context.shape[:2], *context.shape[4:], dtype=value.dtype, device=value.device
+    )
+    for group, sending in enumerate(arriving):
+        sending.finish()
+        kept += attend(group)
+        leaving.append(Sending(ranks.axis, [(result[group], _parts(kept[-2], size))]))
+    for sending in leaving:
+        sending.finish()
+    _copy(context.permute(3, 2, 0, 1, 4, 5), result)
+    return [context.flatten(2), *whole, *kept]
 
 
 def run_backward(
@@ -169,59 +184,45 @@ def run_backward(
     window: int,
     lengths: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dealt gradients of queries, keys and values, from that of the outputs; `kept`: what
-    `run_forward` gave after its result.
+    """Dealt gradients of queries, keys and values, from that of the outputs, dealt too; `kept`:
+    what `run_forward` gave after its result.
     """
-    axis = _by_name[name].axis
-    calls = _calls(grad, lengths, window)
-    groups, batch = grad.shape[0], grad.shape[3]
-    heads = _by_group(kept, groups)
+    ranks, whole = _by_name[name], kept[:3]
+    groups, size, _, batch, *_ = grad.shape
+    calls, kernel = _calls(grad, lengths, window), choose_kernel(kept[0], kept[2])
+    results = [torch.empty_like(x) for x in whole]
+
+    def attend_backward(group: int, arrived: Tensor) -> list[Tensor]:
+        output, log_sum = kept[3 + 2 * group : 5 + 2 * group]
+        rows = [_rows(x) for x in (arrived, *(x[group] for x in whole))]
+        own = rows[0], rows[1], rows[2], rows[3], output.transpose(0, 1).flatten(0, 1), log_sum
+        given = whole_backward(own, calls, kernel, scale)
+        return [_parts(_sequence_first(x, batch), size) for x in given]
+
+    if groups == 1 and ranks.memory is not None:
+        swap = Swap(ranks.memory, [grad[0]])
+        given = attend_backward(0, swap.only())
+        swap.end()
+        swap = Swap(ranks.memory, given)
+        swap.take([x[0] for x in results])
+        swap.end()
+        return results[0], results[1], results[2]
     arrived = torch.empty_like(grad)
-    arriving = []
-    for group in range(groups):
-        sending = Sending(axis)
-        sending.begin(arrived[group], grad[group])
-        arriving.append(sending)
-    results = [
-        torch.empty(_gradient_shape(x, groups), dtype=x.dtype, device=x.device) for x in kept[:3]
-    ]
-    kernel = choose_kernel(kept[0], kept[2])
-    leaving = Sending(axis)
+    arriving = [Sending(ranks.axis, [(arrived[g], grad[g])]) for g in range(groups)]
+    leaving = []
     for group, sending in enumerate(arriving):
-        query, key, value, output, log_sum = heads[group]
         sending.finish()
-        own = _rows(arrived[group]), query, key, value, output, log_sum
-        for into, x in zip(results, whole_backward(own, calls, kernel, scale), strict=True):
-            leaving.begin(into[group], _parts(_sequence_first(x, batch), axis.size))
-    leaving.finish()
+        given = attend_backward(group, arrived[group])
+        pairs = [(into[group], x) for into, x in zip(results, given, strict=True)]
+        leaving.append(Sending(ranks.axis, pairs))
+    for sending in leaving:
+        sending.finish()
     return results[0], results[1], results[2]
 
 
 def _calls(x: Tensor, lengths: tuple[int, ...] | None, window: int) -> tuple[Call, ...]:
     _, size, local, batch, *_ = x.shape
     return gathered_calls(lengths or (size * local,) * batch, 1, 0, True, window)
-
-
-def _by_group(kept: list[Tensor], groups: int) -> list[list[Tensor]]:
-    """Queries, keys, values, output, (B * S, heads, D) each, and log-sum-exp (heads, B * S) of each
-    group: views, of one sample, of what was kept in as many groups, or in one.
-    """
-    if kept[0].shape[0] == groups:
-        made = []
-        for group in range(groups):
-            output, log_sum = kept[3 + 2 * group : 5 + 2 * group]
-            whole = (_rows(x[group]) for x in kept[:3])
-            made.append([*whole, output.transpose(0, 1).flatten(0, 1), log_sum])
-        return made
-    [(query, key, value, output, log_sum)] = _by_group(kept, 1)
-    split = [x.chunk(groups, 1) for x in (query, key, value, output)]
-    return [[*own] for own in zip(*split, log_sum.chunk(groups), strict=True)]
-
-
-def _gradient_shape(whole: Tensor, groups: int) -> tuple[int, ...]:
-    """(n, size, S/size, B, heads, D) -> the same heads in other groups."""
-    number, size, local, batch, heads, width = whole.shape
-    return groups, size, local, batch, number * heads // groups, width
 
 
 def _rows(arrived: Tensor) -> Tensor:
@@ -239,6 +240,20 @@ def _parts(whole: Tensor, size: int) -> Tensor:
     return whole.unflatten(0, (size, -1))
 
 
+def _copy(into: Tensor, x: Tensor) -> None:
+    """`into.copy_(x)`, by 8 bytes where that can be: a strided copy moves one element at a time."""
+    if _can_be_wide(into) and _can_be_wide(x):
+        into, x = into.view(torch.int64), x.view(torch.int64)
+    into.copy_(x)
+
+
+def _can_be_wide(x: Tensor) -> bool:
+    if x.stride(-1) != 1 or x.element_size() >= 8:
+        return False
+    ratio = 8 // x.element_size()
+    return not any(n % ratio for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+
+
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -249,7 +264,6 @@ class _Exchanged(torch.autograd.Function):
         name: str,
         size: int,
         groups: int,
-        backward_groups: int,
         scale: float,
         window: int,
         lengths: tuple[int, ...] | None,
@@ -260,8 +274,8 @@ class _Exchanged(torch.autograd.Function):
         else:
             result, *kept = run_forward(query, key, value, name, scale, window, lengths)
         ctx.save_for_backward(*kept)
-        ctx.settings = name, size, backward_groups, value.shape[-1], scale, window, lengths
-        return collected(result).flatten(2)
+        ctx.settings = name, size, groups, value.shape[-1], scale, window, lengths
+        return result
 
     @staticmethod
     @once_differentiable
@@ -273,7 +287,7 @@ class _Exchanged(torch.autograd.Function):
         else:
             given = run_backward(grad, kept, name, scale, window, lengths)
         query, key, value = (collected(x) for x in given)
-        return query, key, value, *(None,) * 7
+        return query, key, value, *(None,) * 6
 
 
 # Defined by hand: `torch.library.custom_op` costs the host some ten microseconds more at each call.
@@ -294,7 +308,7 @@ def _forward_shapes(
     query: Tensor, key: Tensor, value: Tensor, name: str, scale: float, window: int
 ) -> list[Tensor]:
     groups, size, local, batch, heads, _ = query.shape
-    result = value.new_empty(*query.shape[:-1], value.shape[-1])
+    result = value.new_empty(local, batch, size * groups * heads * value.shape[-1])
     exact = torch.promote_types(query.dtype, torch.float32)
     kept = [
         (
@@ -310,8 +324,7 @@ def _forward_shapes(
 def _backward_shapes(
     grad: Tensor, kept: list[Tensor], name: str, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = grad.shape[0]
-    query, key, value = (x.new_empty(_gradient_shape(x, groups)) for x in kept[:3])
+    query, key, value = (torch.empty_like(x) for x in kept[:3])
     return query, key, value
 
 

@@ -76,7 +76,7 @@ def compare(
     window: int,
     sequence: SequenceInfo | None,
     dtype: torch.dtype,
-    head_groups: int | None = None,
+    head_groups: int = 1,
 ) -> float:
     """Largest relative error of output and gradients on this rank."""
     query, key, value, grad = tensors(groups, v_dim, dtype)
@@ -185,7 +185,7 @@ def test_bfloat16(form: Any) -> None:
 )
 @pytest.mark.parametrize(
     ("v_dim", "dtype", "groups"),
-    [(16, torch.float32, 4), (6, torch.float32, None), (16, torch.bfloat16, None)],
+    [(16, torch.float32, 4), (6, torch.float32, 2), (16, torch.bfloat16, 4)],
 )
 def test_heads_in_groups(
     size: int,
@@ -193,30 +193,17 @@ def test_heads_in_groups(
     sequence: SequenceInfo | None,
     v_dim: int,
     dtype: torch.dtype,
-    groups: int | None,
+    groups: int,
 ) -> None:
-    """Four groups on two ranks, two on four; or one forward, two backward."""
-    run_ranks(use_groups_for, size, 0)
-    try:
-        errors = run_ranks(
-            compare, size, "all_to_all", "fused", 8, v_dim, window, sequence, dtype, groups
-        )
-    finally:
-        run_ranks(use_groups_for, size, 8192)
+    """Up to four groups on two ranks, two on four."""
+    options = window, sequence, dtype, groups
+    errors = run_ranks(compare, size, "all_to_all", "fused", 8, v_dim, *options)
     assert max(errors) < (5e-6 if dtype is torch.float32 else 2e-2)
 
 
-def use_groups_for(rank: int, size: int, tokens: int) -> None:
-    context_exchange.MIN_TOKENS = tokens
-
-
 def test_number_of_groups() -> None:
-    def of(heads: int, wanted: int | None, tokens: int = 32768) -> tuple[int, int]:
-        return context_exchange.groups_of(heads, tokens, wanted)
-
-    assert [of(heads, 4)[0] for heads in (1, 2, 3, 4, 5, 6, 8)] == [1, 2, 3, 4, 1, 3, 4]
-    assert [of(heads, None) for heads in (1, 2, 3)] == [(1, 1), (1, 2), (1, 1)]
-    assert of(4, None, 4096) == (1, 1)
+    found = [context_exchange.groups_of(heads, 4) for heads in (1, 2, 3, 4, 5, 6, 8)]
+    assert found == [1, 2, 3, 4, 1, 3, 4]
 
 
 def test_one_group_over_four_ranks() -> None:

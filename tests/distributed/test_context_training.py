@@ -19,7 +19,6 @@ from megatron_lightning.config import (
     RuntimeConfig,
 )
 from megatron_lightning.models import GPTModel
-from megatron_lightning.parallel import context_exchange
 from tests import tolerances
 from tests.distributed.test_resume import fit
 from tests.harness import RankError, run_ranks_fresh
@@ -170,11 +169,8 @@ def test_one_label_in_a_sequence(size: int, normalization: str, form: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "batches"), [("tied_learned", "odd"), ("windows", "packed")])
-def test_slices_of_neighbouring_tokens_in_compiled_layers(
-    monkeypatch: pytest.MonkeyPatch, model: str, batches: str
-) -> None:
-    """All-to-all alone: heads in two groups, within the compiled layers' graph."""
-    monkeypatch.setattr(context_exchange, "MIN_TOKENS", 0)
+def test_slices_of_neighbouring_tokens_in_compiled_layers(model: str, batches: str) -> None:
+    """All-to-all alone: within the compiled layers' graph."""
     runtime = RuntimeConfig(compile_layers=True)
     run = run_of(model, batches, layout=over_ranks(2, "all_to_all", runtime=runtime))
     ranks = run_ranks_fresh(train, 2, run, timeout=280)

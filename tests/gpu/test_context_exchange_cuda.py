@@ -41,7 +41,7 @@ def tensors(batch: int) -> list[Tensor]:
     return [x.requires_grad_() for x in made]
 
 
-def errors(rank: int, world_size: int, groups: tuple[int, int], batch: int, compiled: bool) -> Any:
+def errors(rank: int, world_size: int, groups: int, batch: int, compiled: bool) -> Any:
     """Relative errors of output and gradients, and the copies of more than a kernel's numbers."""
     ranks = announced(alone())
     own, grad = tensors(batch), torch.randn(LENGTH, batch, HEADS * SIZE, device="cuda").bfloat16()
@@ -69,10 +69,8 @@ def errors(rank: int, world_size: int, groups: tuple[int, int], batch: int, comp
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("groups", "batch"), [((1, 1), 1), ((1, 2), 1), ((2, 2), 1), ((4, 4), 2), ((1, 2), 2)]
-)
-def test_as_one_call_of_attention(groups: tuple[int, int], batch: int, compiled: bool) -> None:
+@pytest.mark.parametrize(("groups", "batch"), [(1, 1), (2, 1), (4, 2)])
+def test_as_one_call_of_attention(groups: int, batch: int, compiled: bool) -> None:
     [(found, kernels)] = run_ranks(errors, 1, groups, batch, compiled, backend="nccl", timeout=200)
     print(groups, batch, compiled, found)
     print(*sorted({f"{kernels.count(name)} x {name[:110]}" for name in kernels}), sep="\n")
