@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_lightning.precision.kernels.fp8 import _limited, _power, _size
 
-_HEIGHT = 128
+_HEIGHT = 256
 _WIDTH = 32
 _WARPS = 8
 _PROGRAMS = 264
