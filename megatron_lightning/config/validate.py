@@ -142,6 +142,13 @@ def _schedule_chunks(config: ParallelConfig) -> str | None:
     return None
 
 
+def _message_ctas(config: ParallelConfig) -> str | None:
+    ctas = config.pipeline.message_ctas
+    if ctas is None or 1 <= ctas <= 32:
+        return None
+    return f"pipeline.message_ctas={ctas}: give 1 to 32 thread blocks, or None for NCCL's choice"
+
+
 def _head_gradient(config: ParallelConfig) -> str | None:
     pipeline = config.pipeline
     if pipeline.defer_head_gradient or pipeline.schedule in ("zb-h1", "zb-v"):
@@ -209,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     _schedule,
     _schedule_chunks,
     _head_gradient,
+    _message_ctas,
     _schedule_ranks,
     _launcher,
     _axis_order,

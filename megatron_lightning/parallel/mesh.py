@@ -9,8 +9,9 @@ module state: a mesh is a value that the strategy owns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,9 +257,11 @@ class ParallelMesh:
         timeout: Any = None,
         for_experts: bool = True,
         side_by_side: bool = False,
+        stage_ctas: int | None = None,
     ) -> ParallelMesh:
         """Make the mesh of the running default process group. Every rank must call it with equal
-        arguments. `side_by_side`: a forward and a backward may run at once.
+        arguments. `side_by_side`: a forward and a backward may run at once. `stage_ctas`: thread
+        blocks of a message between pipeline stages, at most (NCCL).
 
         Raises ValueError when the sizes don't divide the world (the checks of `config.validate`
         say it earlier, and with a remedy).
@@ -285,9 +288,14 @@ class ParallelMesh:
             folded = sizes["ep"] > 1 or sizes["etp"] != sizes["tp"]
             pools |= dict.fromkeys(_EXPERT_AXES, in_layers)
             pools |= dict.fromkeys(_EXPERT_GRADIENT_AXES, {} if folded else made)
+        urgent = partial(urgent_options, timeout)
+        options: dict[str, Callable[[], Any]] = dict.fromkeys(_ATTENTION_AXES, urgent)
+        if stage_ctas is not None and device.type == "cuda":
+            pools["pp"] = {}
+            options["pp"] = partial(urgent, max_ctas=stage_ctas)
         axes = {
             name: _make_axis(
-                name, groups, rank, pools.get(name, made), timeout, urgent=name in _ATTENTION_AXES
+                name, groups, rank, pools.get(name, made), timeout, options.get(name, _no_options)
             )
             for name, groups in lists.items()
         }
@@ -392,23 +400,25 @@ def _context_rank_lists(
     return {name: rank_lists(factors, names, [name]) for name in ("cp_inner", "cp_outer")}
 
 
+def _no_options() -> None:
+    return None
+
+
 def _make_axis(
     name: str,
     groups: list[tuple[int, ...]],
     rank: int,
     made: dict[tuple[int, ...], Any],
     timeout: Any,
-    *,
-    urgent: bool = False,
+    options: Callable[[], Any] = _no_options,
 ) -> MeshAxis:
     """Make every group of an axis (all ranks must take part in making each) and return the one
-    that holds `rank`. `urgent`: see `urgent_options`.
+    that holds `rank`. `options` makes those of a group, such as `urgent_options`.
     """
     own: MeshAxis = MeshAxis(name=name, ranks=(rank,))
     for ranks in groups:
         if len(ranks) > 1 and ranks not in made:
-            options = urgent_options(timeout) if urgent else None
-            made[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=options)
+            made[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=options())
         if rank in ranks:
             own = MeshAxis(
                 name=name,
@@ -420,14 +430,16 @@ def _make_axis(
     return own
 
 
-def urgent_options(timeout: Any) -> Any:
+def urgent_options(timeout: Any, *, max_ctas: int | None = None) -> Any:
     """For groups whose messages travel beside attention: NCCL's kernels get the next
     multiprocessors that are free. Else they would wait until all of attention's blocks have begun.
-    None where the backend isn't NCCL.
+    With `max_ctas` they take no more of them. None where the backend isn't NCCL.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     return options

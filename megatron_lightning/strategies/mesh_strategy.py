@@ -132,6 +132,7 @@ class MeshStrategy(ParallelStrategy):
                 timeout=timeout,
                 for_experts=for_experts,
                 side_by_side=self.config.expert.overlap_all_to_all,
+                stage_ctas=self.config.pipeline.message_ctas,
             )
         self._interrupted = False
         self._guard = RunGuard(self, self.lightning_module.trainer)

@@ -210,6 +210,7 @@ def test_impossible_sizes_are_refused(name: ScheduleName, chunks: int, message: 
         (dict(schedule="zb-h1", virtual_pipeline_size=2), "'zb-v' run virtual stages"),
         (dict(schedule="gpipe", virtual_pipeline_size=2), "'zb-v' run virtual stages"),
         (dict(schedule="zb"), "schedule='zb': choose one of .*zb-v"),
+        (dict(message_ctas=0), "message_ctas=0: give 1 to 32"),
         (dict(defer_head_gradient=False), "defer_head_gradient=False.*'1f1b'.*zb-h1 or zb-v"),
     ],
 )
