@@ -2,6 +2,7 @@
 
     python benchmarks/fp8_linear.py --shapes a b
     python benchmarks/fp8_linear.py --products   # which products with block scales there are
+    python benchmarks/fp8_linear.py --algorithms --shapes b
     python benchmarks/fp8_linear.py --tiles      # the cast by size of tile
 
 Shapes are those of `train_step.py`. Milliseconds are the mean of calls one after the other, host
@@ -24,7 +25,7 @@ from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
-from megatron_lightning.precision import fp8_casts
+from megatron_lightning.precision import cublas_lt, fp8_casts
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8BlockRecipe, FP8RowRecipe, FP8TensorRecipe
@@ -236,6 +237,48 @@ def _largest_and_cast(x: Tensor) -> None:
     fp8_casts.cast_both(x, scale, "e5m2", (True, True), None)
 
 
+def algorithms(name: str) -> None:
+    """A layer's products by each algorithm that cuBLAS proposes, after what torch takes."""
+    tokens, inputs, outputs = SHAPES[name]
+    kinds = {
+        "forward": (tokens, outputs, inputs, "e4m3", torch.bfloat16, False, True),
+        "dgrad": (tokens, inputs, outputs, "e5m2", torch.bfloat16, False, False),
+        "wgrad, first": (outputs, inputs, tokens, "e5m2", torch.float32, False, False),
+        "wgrad, added": (outputs, inputs, tokens, "e5m2", torch.float32, True, False),
+    }
+    one = torch.ones((), device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    for part, (rows, columns, summed, format_, dtype, add, fast) in kinds.items():
+        flops = 2.0 * rows * columns * summed
+        a = fp8_casts.cast_both(random(rows, summed), one, format_, (True, False), None)[0]
+        b = fp8_casts.cast_both(random(columns, summed), one, "e4m3", (True, False), None)[0]
+        assert a is not None
+        assert b is not None
+        out = torch.zeros(rows, columns, device="cuda", dtype=dtype)
+        recipe = FP8TensorRecipe("e5m2")
+        factors = Operand(a, one), Operand(b, one)
+        if not add:
+            call = functools.partial(recipe.product, *factors, dtype, forward=fast, out=out)
+            said(f"{name} {part}, torch", *timed(call, 30), flops=flops)
+        for rank in range(8):
+            try:
+                product = cublas_lt.Product(
+                    cublas_lt.library(),
+                    cublas_lt.handle(torch.cuda.current_device()),
+                    (rows, columns, summed),
+                    (a.dtype, b.dtype),
+                    (256, 256, 256),
+                    result=dtype,
+                    add=add,
+                    fast=fast,
+                    rank=rank,
+                )
+            except cublas_lt.CublasError:
+                break
+            call = functools.partial(product, out, a, one, b, one, stream)
+            said(f"{name} {part}, algorithm {rank}", *timed(call, 30), flops=flops)
+
+
 def block_products() -> None:
     """Products with a scale for each 1x128 or 128x128: which there are, their error and speed."""
     from torch.nn.functional import ScalingType, scaled_mm
@@ -318,9 +361,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--shapes", nargs="*", default=["a", "b"], help="beginnings of names")
     parser.add_argument("--products", action="store_true", help="products with scales of blocks")
+    parser.add_argument("--algorithms", action="store_true", help="cuBLAS's, product by product")
     parser.add_argument("--tiles", action="store_true", help="the cast by size of tile")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.algorithms:
+        for name in SHAPES:
+            if name.startswith(tuple(args.shapes)):
+                algorithms(name)
+        return
     parts()
     for name in SHAPES:
         if name.startswith(tuple(args.shapes)):

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron_lightning.utils.logging import warn_once
 
 _TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _FLOAT32 = 0
+_RESULTS = {torch.float32: _FLOAT32, torch.bfloat16: 14, torch.float16: 2}
 _COMPUTE_FLOAT32 = 68
 _TRANSPOSED = 1
 _WORKSPACE = 32 * 2**20
@@ -31,6 +32,7 @@ _ALIGNMENT = 256
 
 _TRANSPOSES_A = 3
 _SCALE_OF_A, _SCALE_OF_B = 17, 18
+_FAST = 25
 _MOST_WORKSPACE = 1
 _ALIGNMENTS = (5, 6, 7, 8)
 """Attributes: of a product, and of what is preferred (addresses of A, B, C and D)."""
@@ -53,7 +55,7 @@ class CublasError(RuntimeError):
 
 
 @functools.lru_cache(maxsize=1)
-def _library() -> Any:
+def library() -> Any:
     """The library that torch has loaded. OSError where there is none."""
     version = torch.version.cuda
     if version is None:
@@ -84,12 +86,12 @@ def _made(call: Callable[..., int], *arguments: Any) -> c_void_p:
 
 
 @functools.lru_cache
-def _handle(device: int) -> c_void_p:
+def handle(device: int) -> c_void_p:
     """Of the device that is the current one."""
-    return _made(_library().cublasLtCreate)
+    return _made(library().cublasLtCreate)
 
 
-class _Product:
+class Product:
     """One kind of product on one device, ready to be called. cuBLAS counts columns first: what is
     (M, N) by rows is (N, M) to it, so that its A is our b, and its B our a.
     """
@@ -101,29 +103,36 @@ class _Product:
         shape: tuple[int, int, int],
         types: tuple[torch.dtype, torch.dtype],
         alignments: tuple[int, int, int],
+        *,
+        result: torch.dtype = torch.float32,
+        add: bool = True,
+        fast: bool = False,
+        rank: int = 0,
     ) -> None:
         """`shape` (M, N, K); `types` of a and b; bytes that addresses of a, b and the sum are
-        multiples of.
+        multiples of; dtype of the sum, and whether the product is added to it; `fast`: it may be
+        summed in less than float32. `rank`: which of the algorithms that cuBLAS proposes.
         """
         rows, columns, summed = shape
         self._library, self._handle = library, handle
         self._lock = threading.Lock()  # the scales' addresses are attributes
-        self._one = c_float(1.0)
+        self._one, self._kept = c_float(1.0), c_float(float(add))
         self._product = _made(library.cublasLtMatmulDescCreate, _COMPUTE_FLOAT32, _FLOAT32)
         self._set(_TRANSPOSES_A, c_int(_TRANSPOSED))
+        self._set(_FAST, c_int8(fast))
         layout = library.cublasLtMatrixLayoutCreate
         self._a = _made(layout, _TYPES[types[0]], summed, rows, summed)
         self._b = _made(layout, _TYPES[types[1]], summed, columns, summed)
-        self._sum = _made(layout, _FLOAT32, columns, rows, columns)
-        self._choice = self._choose(alignments)
+        self._sum = _made(layout, _RESULTS[result], columns, rows, columns)
+        self._choice = self._choose(alignments, rank)
 
     def _set(self, attribute: int, value: Any) -> None:
         size = ctypes.sizeof(value)
         set_ = self._library.cublasLtMatmulDescSetAttribute
         _checked(set_, self._product, attribute, byref(value), size)
 
-    def _choose(self, alignments: tuple[int, int, int]) -> _Choice:
-        library, choice, found = self._library, _Choice(), c_int(0)
+    def _choose(self, alignments: tuple[int, int, int], rank: int) -> _Choice:
+        library, choices, found = self._library, (_Choice * (rank + 1))(), c_int(0)
         wishes = _made(library.cublasLtMatmulPreferenceCreate)
         of_a, of_b, of_sum = alignments
         values = [(_MOST_WORKSPACE, c_uint64(_WORKSPACE))]
@@ -142,33 +151,33 @@ class _Product:
             self._product,
             *layouts,
             wishes,
-            1,
-            byref(choice),
+            rank + 1,
+            byref(choices),
             byref(found),
         )
-        if not found.value or choice.status:
+        if found.value <= rank or choices[rank].status:
             raise CublasError("no algorithm for an FP8 product that adds to float32")
-        return choice
+        return choices[rank]
 
     def __call__(
         self, total: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, stream: int
     ) -> None:
-        """`total` += a b^T times both scales."""
+        """`total` += a b^T times both scales, or without `add` =."""
         workspace = torch.empty(self._choice.workspace, dtype=torch.uint8, device=total.device)
         with self._lock:
             self._set(_SCALE_OF_A, c_void_p(scale_b.data_ptr()))
             self._set(_SCALE_OF_B, c_void_p(scale_a.data_ptr()))
-            one, address = byref(self._one), total.data_ptr()
+            address = total.data_ptr()
             _checked(
                 self._library.cublasLtMatmul,
                 self._handle,
                 self._product,
-                one,
+                byref(self._one),
                 b.data_ptr(),
                 self._b,
                 a.data_ptr(),
                 self._a,
-                one,
+                byref(self._kept),
                 address,
                 self._sum,
                 address,
@@ -186,10 +195,10 @@ def _product_of(
     shape: tuple[int, int, int],
     types: tuple[torch.dtype, torch.dtype],
     alignments: tuple[int, int, int],
-) -> _Product | None:
+) -> Product | None:
     """None where cuBLAS has no such product."""
     try:
-        return _Product(_library(), _handle(device), shape, types, alignments)
+        return Product(library(), handle(device), shape, types, alignments)
     except (CublasError, OSError):
         return None
 

@@ -43,7 +43,7 @@ class Library:
     def cublasLtMatmulDescSetAttribute(  # noqa: N802
         self, product: Any, name: int, value: Any, size: int
     ) -> int:
-        assert size == (8 if name in (17, 18) else 4)
+        assert size == {17: 8, 18: 8, 25: 1}.get(name, 4)
         self.attributes[name] = value._obj.value
         return 0
 
@@ -68,7 +68,7 @@ class Library:
         *_, asked, choice, found = arguments
         assert asked == 1
         found._obj.value = self.found
-        choice._obj.workspace = 64
+        choice._obj[0].workspace = 64
         return 0
 
     def _matrix(self, layout: Any, place: int) -> Tensor:
@@ -85,7 +85,7 @@ class Library:
         assert (alpha._obj.value, beta._obj.value) == (1.0, 1.0)
         assert (c, of_c.value) == (d, of_d.value)
         assert (choice._obj.workspace, size, stream) == (64, 64, 7)
-        assert self.attributes[3] == 1
+        assert (self.attributes[3], self.attributes[25]) == (1, 0)
         scales = [ctypes.c_float.from_address(self.attributes[name]).value for name in (17, 18)]
         product = self._matrix(of_a, a).float().t() @ self._matrix(of_b, b).float()
         self._matrix(of_d, d).add_(product * scales[0] * scales[1])
@@ -100,7 +100,7 @@ def test_rows_become_columns_and_factors_change_places() -> None:
     total = torch.randn(48, 16)
     want = total + (a.float() @ b.float().t()) * 2.0
     library = Library()
-    product = cublas_lt._Product(
+    product = cublas_lt.Product(
         library, ctypes.c_void_p(1), (48, 16, 32), (a.dtype, b.dtype), (256, 16, 32)
     )
     product(total, a, scale_a, b, scale_b, 7)
@@ -113,7 +113,7 @@ def test_rows_become_columns_and_factors_change_places() -> None:
 def test_a_product_that_there_is_not_is_told() -> None:
     types = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     with pytest.raises(cublas_lt.CublasError, match="no algorithm"):
-        cublas_lt._Product(Library(0), ctypes.c_void_p(1), (16, 16, 16), types, (16, 16, 16))
+        cublas_lt.Product(Library(0), ctypes.c_void_p(1), (16, 16, 16), types, (16, 16, 16))
 
 
 def test_alignments_are_powers_of_two() -> None:
