@@ -7,10 +7,16 @@ once a window, so they don't depend on how it was cut into micro-batches and ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.moe.balance import AuxiliaryWeight, update_expert_bias_
+from megatron_lightning.layers.moe.balance import (
+    AuxiliaryWeight,
+    update_expert_biases_,
+    update_expert_shares_,
+)
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.moe.statistics import reset_all
 from megatron_lightning.parallel.collectives import all_reduce_
@@ -39,11 +45,6 @@ class ExpertBalance:
         """Whether any router has a loss of its own."""
         return any(router.config.has_losses for router in self._routers)
 
-    @property
-    def follows_loads(self) -> bool:
-        """Whether any router changes with the loads of a window, unless it had no token."""
-        return any(router.follows_loads for router in self._routers)
-
     def begin_forward(self, weight: Tensor | float) -> None:
         """Before a training forward: the factor of the micro-batch's loss in the window's sum."""
         self._weight.set(weight)
@@ -56,24 +57,39 @@ class ExpertBalance:
         self._weight.hold(self._mesh.device)
 
     @torch.no_grad()
-    def finish_window(self, *, follow: bool = True) -> None:
+    def finish_window(self, *, follow: bool | Tensor = True) -> None:
         """After an optimizer step: move biases and shares by the window's loads, unless it had no
-        token with a loss. All ranks that hold tokens must call it.
+        token with a loss: `follow` is False, or a 0-dim tensor of 0, equal on all ranks. All ranks
+        that hold tokens must call it.
         """
-        balanced = [router for router in self._routers if follow and router.follows_loads]
+        wanted = isinstance(follow, Tensor) or follow
+        balanced = [router for router in self._routers if wanted and router.follows_loads]
         if balanced:
             # Tensor ranks may hold equal tokens, which are then counted more than once, all alike.
             tokens = torch.stack([router.statistics.tokens for router in balanced])
             all_reduce_(tokens, self._mesh.axis("dp_cp_tp"))
-            for router, load in zip(balanced, tokens.unbind(), strict=True):
-                _follow(router, load)
+            if isinstance(follow, Tensor):  # even loads move nothing, nor do those of no token
+                tokens *= (follow != 0).to(tokens.dtype)
+            _follow(balanced, tokens)
         for router in self._routers:
             router.statistics.close()
 
 
-def _follow(router: Router, load: Tensor) -> None:
-    if router.expert_bias is not None:
-        update_expert_bias_(router.expert_bias, load, router.config.expert_bias_update_rate)
-    if router.expert_share is not None:
-        share = load.to(torch.float64) / load.sum().clamp(min=1)
-        router.expert_share.copy_(torch.where(load.sum() > 0, share, router.expert_share))
+def _follow(routers: Sequence[Router], tokens: Tensor) -> None:
+    """Buffers of `routers` by their loads, a row of `tokens` each; few kernels for all."""
+    rates = dict.fromkeys(router.config.expert_bias_update_rate for router in routers)
+    for rate in rates:
+        biased = [
+            (row, router.expert_bias)
+            for row, router in enumerate(routers)
+            if router.expert_bias is not None and router.config.expert_bias_update_rate == rate
+        ]
+        if biased:
+            update_expert_biases_([bias for _, bias in biased], _rows(tokens, biased), rate)
+    shared = [(row, r.expert_share) for row, r in enumerate(routers) if r.expert_share is not None]
+    if shared:
+        update_expert_shares_([share for _, share in shared], _rows(tokens, shared))
+
+
+def _rows(tokens: Tensor, chosen: Sequence[tuple[int, Tensor]]) -> Tensor:
+    return torch.stack([tokens[row] for row, _ in chosen]) if len(chosen) < len(tokens) else tokens

@@ -88,6 +88,11 @@ class FoldedStep:
         return True
 
     @property
+    def active(self) -> Tensor:
+        """0-dim, on the device: 0 where the last window had no weight, else 1."""
+        return self._active
+
+    @property
     def factor(self) -> Tensor | None:
         """What gradients are to be multiplied with; None when they are what they should be."""
         return self._factor

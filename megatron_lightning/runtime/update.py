@@ -59,7 +59,8 @@ class ParameterUpdate:
         self._mesh = mesh
         self._in_parameter_dtype = not policy.has_masters
         self._norm: Tensor | None = None
-        self._has_loads = False
+        self._has_loads: bool | Tensor = False
+        """Whether the window had any weight, which the device may know alone."""
         self.optimizers = list(optimizers)
         self.masters: MasterParameters | None = None
         self.distributed: DistributedOptimizer | None = None
@@ -95,9 +96,7 @@ class ParameterUpdate:
         if defer and isinstance(shards, ParameterShards):
             self._gate = LayerGate(model, shards.wait)
         self._folded: FoldedStep | None = None
-        balance = model.expert_balance  # one that follows loads asks at once for empty windows
-        follows = balance is not None and balance.follows_loads
-        if isinstance(model.buckets, GradientBuckets) and not follows:
+        if isinstance(model.buckets, GradientBuckets):
             self._folded = FoldedStep.of(
                 self.optimizers,
                 self._copies,
@@ -163,16 +162,18 @@ class ParameterUpdate:
         if self._model.quantization is not None:
             self._model.quantization.finish_window()
         empty = False
+        self._has_loads = True
         if self._folded is not None:
             assert isinstance(buckets, GradientBuckets)
             self._folded.reduce(buckets, weight)
             empty = self._folded.heard_of_empty_window()
+            self._has_loads = self._folded.active
         else:
             buckets.finish(weight)
             if float(weight) == 0:
                 buckets.withdraw()
+                self._has_loads = False
                 return False
-        self._has_loads = True
         buckets.publish(in_parameter_dtype=self._in_parameter_dtype)
         if self.distributed is not None:
             self.distributed.attach_gradients()

@@ -104,7 +104,13 @@ CASES: dict[str, tuple[int, dict[str, Any], str, int]] = {
 
 
 DROPLESS = MoEConfig(num_experts=4, router_topk=2, aux_loss_coeff=1e-2, z_loss_coeff=1e-3)
-PADDED = replace(DROPLESS, capacity_factor=1.25, pad_to_capacity=True)
+PADDED = replace(
+    DROPLESS,
+    capacity_factor=1.25,
+    pad_to_capacity=True,
+    router_score_function="sigmoid",
+    expert_bias=True,
+)
 EXPERTS = {"experts_dropless": DROPLESS, "experts_padded": PADDED, "experts_graphs": PADDED}
 
 

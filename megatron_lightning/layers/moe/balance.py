@@ -11,6 +11,7 @@ auxiliary loss" in every layout and accumulation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,9 +105,21 @@ def summed(tokens: Tensor, axis: MeshAxis) -> Tensor:
 
 
 @torch.no_grad()
-def update_expert_bias_(bias: Tensor, tokens: Tensor, rate: float) -> None:
-    """Move each expert's bias (E,) by `rate` towards an even load: up where it had fewer than the
-    mean of `tokens` (E,), down where more.
+def update_expert_biases_(biases: Sequence[Tensor], tokens: Tensor, rate: float) -> None:
+    """Move each expert's bias, (E,) of each layer, by `rate` towards an even load: up where it had
+    fewer than the layer's mean of `tokens` (layers, E), down where more.
     """
     load = tokens.to(torch.float64)
-    bias.add_(torch.sign(load.mean() - load).to(bias.dtype), alpha=rate)
+    steps = torch.sign(load.mean(-1, keepdim=True) - load).to(biases[0].dtype)
+    torch._foreach_add_(list(biases), list(steps.unbind()), alpha=rate)
+
+
+@torch.no_grad()
+def update_expert_shares_(shares: Sequence[Tensor], tokens: Tensor) -> None:
+    """Make each expert's share, (E,) of each layer, that of `tokens` (layers, E); layers without
+    tokens keep theirs.
+    """
+    load = tokens.to(torch.float64)
+    total = load.sum(-1, keepdim=True)
+    found = torch.where(total > 0, load / total.clamp(min=1), torch.stack(list(shares)))
+    torch._foreach_copy_(list(shares), list(found.unbind()))

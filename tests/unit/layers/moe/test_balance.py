@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import GPTConfig, MoEConfig
 from megatron_lightning.layers.moe import AuxiliaryWeight, Router
-from megatron_lightning.layers.moe.balance import update_expert_bias_
+from megatron_lightning.layers.moe.balance import update_expert_biases_
 
 S, B, H, E, K = 6, 3, 8, 6, 2
 
@@ -187,7 +187,7 @@ def test_losses_are_for_training() -> None:
 def test_expert_bias_moves_towards_experts_with_few_tokens() -> None:
     bias = torch.tensor([0.1, 0.0, -0.1, 0.0])
     tokens = [5, 20, 10, 5]  # mean 10
-    update_expert_bias_(bias, torch.tensor(tokens), 0.01)
+    update_expert_biases_([bias], torch.tensor([tokens]), 0.01)
     want = []
     for old, load in zip([0.1, 0.0, -0.1, 0.0], tokens, strict=True):
         step = 0.01 if load < 10 else -0.01 if load > 10 else 0.0
