@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron_lightning.config.plan import ParameterInfo, replicated
 from megatron_lightning.optim import clip_by_norm, clip_by_value, global_grad_norm
+from megatron_lightning.optim.clip import tensor_norms
 from megatron_lightning.parallel.mesh import ParallelMesh
 
 
@@ -50,6 +51,29 @@ def test_large_tensors_lose_no_digits_on_the_cpu() -> None:
     grads = {"a": torch.randn(3, 1_000_000, generator=torch.Generator().manual_seed(0)).t()}
     got = global_grad_norm(grads, _table(grads), ParallelMesh.single())
     assert got.item() == pytest.approx(grads["a"].double().norm().item(), rel=1e-7)
+
+
+def check_known(device: str) -> None:
+    """Norms taken a few tensors at a time are those of one pass, bit by bit."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [5, 70_000, 0, 1_000_003, 4096, 33]
+    grads = {f"p{i}": torch.randn(n, generator=generator).to(device) for i, n in enumerate(sizes)}
+    mesh = ParallelMesh.single(device)
+    wanted = global_grad_norm(grads, _table(grads), mesh)
+    known: dict[str, list[torch.Tensor]] = {}
+    for names in (("p4", "p3"), ("p2", "p0"), ("p5",)):
+        known |= zip(names, tensor_norms([grads[name] for name in names]), strict=True)
+        assert torch.equal(global_grad_norm(grads, _table(grads), mesh, known=known), wanted)
+
+
+def test_norms_taken_before() -> None:
+    check_known("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
+def test_norms_taken_before_on_a_gpu() -> None:
+    check_known("cuda")
 
 
 @pytest.mark.gpu
