@@ -9,6 +9,7 @@ and an unknown field is an error: a guess would train on the wrong tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,8 @@ SEQUENCE_DIMS: Mapping[str, int | None] = {
 """Sequence dim of the fields that this package knows; None: the field has none and stays whole."""
 
 IGNORED_LABEL = -100
+_CACHED = 8
+"""Ways to cut a batch that are kept: without packed documents there is but one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +117,16 @@ class ContextSlicer:
             )
         length, device = self._sequence_length(data)
         packed = _packed(data, length)
-        sources, padded = self._sources(length, packed)
-        own = to_device(sources[self._axis.rank], torch.int64, device)
+        true = SequenceInfo(((length,),)) if packed is None else packed
+        rows = true.lengths[:1] if true.is_uniform else true.lengths
+        cuts = _cuts(rows, packed is not None, self._axis.size, self._tensor_size, self._contiguous)
+        own = _on_device(cuts, self._axis.rank, device)
         cut = self._cut(data, own, length)
         if "position_ids" not in data:
             cut["position_ids"] = _position_ids(own, length, packed)
         if packed is not None:
+            count = len(packed.lengths) if len(cuts.documents) == 1 else 1
+            padded = SequenceInfo(cuts.documents * count)
             cut["cu_seqlens"] = padded.cu_seqlens(data["cu_seqlens"].device)
         part = ContextPart(
             share=_share(data, cut, own, length, self._axis.size),
@@ -128,7 +135,7 @@ class ContextSlicer:
                 length=length,
                 is_padded=own.shape[1] * self._axis.size > length,
             ),
-            restore=_restore(sources, length),
+            restore=cuts.restore,
             axis=self._axis,
             local_length=own.shape[1],
         )
@@ -148,40 +155,6 @@ class ContextSlicer:
             )
         key = next(iter(found))
         return found[key].shape[self._dims[key] or 0], found[key].device
-
-    def _sources(
-        self, length: int, packed: SequenceInfo | None
-    ) -> tuple[list[Tensor], SequenceInfo]:
-        """For every rank (1 or B, S/cp): the token of the whole sequence that it holds at each
-        place, -1 for padding; and the padded documents.
-        """
-        size = self._axis.size
-        true = SequenceInfo(((length,),)) if packed is None else packed
-        if true.is_uniform:
-            true = SequenceInfo(true.lengths[:1])
-        if self._contiguous:  # documents are not cut one by one
-            padded = [list(row) for row in true.lengths]
-        else:
-            padded = [[padded_length(n, size) for n in row] for row in true.lengths]
-        total = padded_length(
-            max(sum(row) for row in padded), size, self._tensor_size, contiguous=self._contiguous
-        )
-        places = [_places(row, wide) for row, wide in zip(true.lengths, padded, strict=True)]
-        if packed is None:
-            padded = [[total]]  # one document, padding and all
-        else:
-            padded = [row + [total - sum(row)] * (sum(row) < total) for row in padded]
-        table = torch.stack(
-            [torch.cat([place, place.new_full((total - len(place),), -1)]) for place in places]
-        )  # (1 or B, padded S)
-        rows = tuple(tuple(row) for row in padded)
-        sources = []
-        for rank in range(size):
-            pieces = [SequenceInfo((row,)).pieces(self._contiguous) for row in rows]
-            index = [local_index(p, size, rank, contiguous=self._contiguous) for p in pieces]
-            sources.append(table.gather(1, torch.stack(index)))
-        count = 1 if packed is None else len(packed.lengths)
-        return sources, SequenceInfo(rows * count if len(rows) == 1 else rows)
 
     def _cut(self, data: Mapping[str, Any], own: Tensor, length: int) -> dict[str, Any]:
         cut: dict[str, Any] = {}
@@ -216,6 +189,55 @@ class ContextSlicer:
         rows = zip(value.unbind(batch_dim), own, strict=True)
         inside = dim - (batch_dim < dim)
         return torch.stack([_take_row(row, inside, index, fill) for row, index in rows], batch_dim)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Cuts:
+    """How samples are cut: host tensors with a row for each sample, or one where all are alike."""
+
+    sources: tuple[Tensor, ...]
+    """For every rank (1 or B, S/cp): the token of the whole sequence that it holds at each place,
+    -1 for padding."""
+    restore: Tensor
+    """See `ContextPart`."""
+    documents: tuple[tuple[int, ...], ...]
+    """The padded ones of each sample."""
+
+
+@functools.lru_cache(_CACHED)
+def _cuts(
+    true: tuple[tuple[int, ...], ...], packed: bool, size: int, tensor_size: int, contiguous: bool
+) -> _Cuts:
+    """For samples of documents of these lengths."""
+    if contiguous:  # documents are not cut one by one
+        padded = [list(row) for row in true]
+    else:
+        padded = [[padded_length(n, size) for n in row] for row in true]
+    longest = max(sum(row) for row in padded)
+    total = padded_length(longest, size, tensor_size, contiguous=contiguous)
+    with torch.inference_mode(False):  # kept, for training too
+        places = [_places(row, wide) for row, wide in zip(true, padded, strict=True)]
+        if packed:
+            padded = [row + [total - sum(row)] * (sum(row) < total) for row in padded]
+        else:
+            padded = [[total]]  # one document, padding and all
+        table = torch.stack(
+            [torch.cat([place, place.new_full((total - len(place),), -1)]) for place in places]
+        )  # (1 or B, padded S)
+        rows = tuple(tuple(row) for row in padded)
+        pieces = [SequenceInfo((row,)).pieces(contiguous) for row in rows]
+        sources = []
+        for rank in range(size):
+            index = [local_index(one, size, rank, contiguous=contiguous) for one in pieces]
+            sources.append(table.gather(1, torch.stack(index)))
+        restore = _restore(sources, sum(true[0]))
+    return _Cuts(sources=tuple(sources), restore=restore, documents=rows)
+
+
+@functools.lru_cache(_CACHED)
+def _on_device(cuts: _Cuts, rank: int, device: torch.device) -> Tensor:
+    """What a rank holds."""
+    return to_device(cuts.sources[rank], torch.int64, device)
 
 
 def _packed(data: Mapping[str, Any], length: int) -> SequenceInfo | None:

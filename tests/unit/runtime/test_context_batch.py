@@ -28,12 +28,14 @@ def cut(
     *,
     tensor_size: int = 1,
     dims: Mapping[str, int | None] = SEQUENCE_DIMS,
+    contiguous: bool = False,
 ) -> MicroBatch:
     slicer = ContextSlicer(
         place(size, rank, tensor_size),
         batch_dims=BATCH_DIMS,
         sequence_dims=dims,
         sequence_parallel=tensor_size > 1,
+        contiguous=contiguous,
     )
     return slicer(MicroBatch(data=data, num_samples=2, share=1.0))
 
@@ -64,6 +66,22 @@ def test_documents_are_cut_one_by_one() -> None:
     assert [part["tokens"][1].tolist() for part in held] == [[0, 3, 4, 7], [1, 2, 5, 6]]
     assert [part["position_ids"][0].tolist() for part in held] == [[0, 3, 0, 3], [1, 2, 1, 2]]
     assert held[0]["cu_seqlens"].tolist() == [[0, 4, 8]] * 2
+
+
+def test_slices_of_neighbouring_tokens() -> None:
+    """Documents are neither cut nor padded one by one; what doesn't divide is at the end."""
+    data = tokens_of(7) | {"cu_seqlens": torch.tensor([[0, 3, 7], [0, 7, 7]])}
+    parts = [cut(data, 2, rank, contiguous=True) for rank in range(2)]
+    held = [part.data for part in parts]
+    assert [part["tokens"].tolist() for part in held] == [[[0, 1, 2, 3]] * 2, [[4, 5, 6, 0]] * 2]
+    assert [part["labels"][0].tolist() for part in held] == [[1, 2, 3, 4], [5, 6, 7, -100]]
+    assert [part["position_ids"].tolist() for part in held] == [
+        [[0, 1, 2, 0], [0, 1, 2, 3]],
+        [[1, 2, 3, 0], [4, 5, 6, 0]],
+    ]
+    assert held[0]["cu_seqlens"].tolist() == [[0, 3, 7, 8], [0, 7, 8, 8]]
+    assert [float(part.context.share) for part in parts] == pytest.approx([4 / 7, 3 / 7])
+    assert parts[0].context.restore.tolist() == [list(range(7))] * 2
 
 
 def test_padding_lies_outside_the_loss() -> None:
