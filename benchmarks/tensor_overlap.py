@@ -32,7 +32,7 @@ from megatron_lightning.parallel.collectives import (
     begin_reduce_scatter,
     reduce_scatter,
 )
-from megatron_lightning.parallel.exchange import Exchange, MessageExchange
+from megatron_lightning.parallel.exchange import Exchange, MessageExchange, release_exchanges
 from megatron_lightning.parallel.main_gradient import add_product_
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.overlapped import (
@@ -234,8 +234,7 @@ def main() -> None:
             for key, value in forms.items():
                 print(f"  {key:20} {value}", flush=True)
         print(json.dumps(result), flush=True)
-    for exchange in exchanges.values():
-        exchange.release()
+    release_exchanges()
     dist.destroy_process_group()
 
 

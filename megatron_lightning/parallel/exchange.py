@@ -9,6 +9,7 @@ sends and receives all the time. This file moves by point-to-point messages, on 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -72,21 +73,49 @@ class Exchange(Protocol):
         """
         ...
 
+
+class HoldsMemory(Protocol):
+    """An exchange that holds memory between turns which torch's allocator doesn't count."""
+
     @property
     def held_bytes(self) -> int:
-        """Memory held between turns that torch's allocator doesn't count."""
+        """How much."""
         ...
 
     def release(self) -> None:
-        """Give back what is held between turns."""
+        """Give it back; each rank for itself, when nothing is under way any more."""
         ...
+
+    def abandon(self) -> None:
+        """Wait for no peer any more: one of them is gone, or is not told."""
+        ...
+
+
+holding: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All that are in use (`HoldsMemory`); each puts itself here."""
+
+
+def held_bytes() -> int:
+    """What all exchanges of this process hold outside of torch's allocator."""
+    return sum(exchange.held_bytes for exchange in holding)
+
+
+def release_exchanges() -> None:
+    """Give back what exchanges hold."""
+    for exchange in list(holding):
+        exchange.release()
+
+
+def abandon_exchanges() -> None:
+    """Wait for no peer any more in any exchange, so that this process can end alone."""
+    for exchange in list(holding):
+        exchange.abandon()
 
 
 class MessageExchange:
     """Moves by point-to-point messages of the axis' group."""
 
     kind = "messages"
-    held_bytes = 0
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
@@ -94,9 +123,6 @@ class MessageExchange:
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
         """See `Exchange`."""
         return _MessageTurn(self.axis)
-
-    def release(self) -> None:
-        """Nothing is held."""
 
 
 class _MessageTurn:

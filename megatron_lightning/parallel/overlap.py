@@ -79,17 +79,6 @@ def announced(axis: MeshAxis, *kinds: str) -> Exchange | Collectives | None:
     return None
 
 
-def held_bytes() -> int:
-    """What all exchanges of this process hold outside of torch's allocator."""
-    return sum(exchange.held_bytes for exchange in exchanges.values())
-
-
-def release_exchanges() -> None:
-    """Give back what exchanges hold; each rank for itself, when nothing is under way any more."""
-    for exchange in list(exchanges.values()):
-        exchange.release()
-
-
 def _name(axis: MeshAxis, kind: str) -> str:
     return f"{axis.name} {axis.group.group_name} {kind}"
 

@@ -9,19 +9,21 @@ before it. Multicast is not used.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._symmetric_memory import _SymmetricMemory
 
-from megatron_lightning.parallel.exchange import SETS, Turn, shared_bytes
+from megatron_lightning.parallel.exchange import SETS, Turn, holding, shared_bytes
 from megatron_lightning.parallel.mesh import MeshAxis
 
 _CHANNELS = 2
 """Of a set: what is gathered, and partial sums."""
 _ALIGNMENT = 512
 _KEPT_BUFFERS = 256
+_ABANDON_SECONDS = 10.0
 
 
 class SymmetricExchange:
@@ -56,6 +58,7 @@ class SymmetricExchange:
         """The stream of the present or last turn."""
         # Events may be recorded anew: whoever waits for one means what was recorded last.
         self._ready, self.joined, self.sent = (torch.cuda.Event() for _ in range(3))
+        holding.add(self)
 
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
         """See `Exchange`. More room is made where it is needed, which all ranks do together."""
@@ -98,6 +101,31 @@ class SymmetricExchange:
         self._pads.clear()
         self.handle = self._memory = None
         self.part_bytes = 0
+
+    def abandon(self) -> None:
+        """Wait for no peer any more: give the signals that kernels on this device wait for, until
+        it has nothing left to do.
+        """
+        if self.handle is None:
+            return
+        numbers, own = self.axis.size * SETS * _CHANNELS, self.axis.rank
+        pads = [
+            self.handle.get_signal_pad(rank, (numbers,), torch.uint32)
+            for rank in range(self.axis.size)
+        ]
+        until = time.monotonic() + _ABANDON_SECONDS
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # none that waits
+            while not self._is_idle() and time.monotonic() < until:
+                for number in range(numbers):
+                    _SymmetricMemory.stream_write_value32(pads[own], number, 1)
+                for channel in range(SETS * _CHANNELS):  # signals of ours that nobody takes
+                    for peer in set(range(self.axis.size)) - {own}:
+                        offset = channel * self.axis.size + own
+                        _SymmetricMemory.stream_write_value32(pads[peer], offset, 0)
+                time.sleep(0.001)
+
+    def _is_idle(self) -> bool:
+        return self.current.query() and self.stream.query()
 
     def _allocate(self, needed: int) -> None:
         self.release()

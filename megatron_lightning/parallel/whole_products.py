@@ -30,10 +30,6 @@ class Collectives:
 
     axis: MeshAxis
     kind: str = "collectives"
-    held_bytes: int = 0
-
-    def release(self) -> None:
-        """Nothing is held."""
 
 
 def gather_product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: MeshAxis) -> Tensor:

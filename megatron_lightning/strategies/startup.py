@@ -20,8 +20,8 @@ from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
 from megatron_lightning.parallel.context import check_context_parallel
+from megatron_lightning.parallel.exchange import abandon_exchanges, release_exchanges
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.overlap import release_exchanges
 from megatron_lightning.parallel.quantization import quantization_problems
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
@@ -338,10 +338,13 @@ def end_process_group() -> None:
 
 
 def abort_groups(mesh: ParallelMesh) -> None:
-    """Give up everything that runs in the groups of NCCL; they are of no use afterwards."""
+    """Give up everything that runs in the groups of NCCL, or waits for the peers' memory; they are
+    of no use afterwards.
+    """
     atexit.unregister(end_process_group)
     if mesh.device.type != "cuda":
         return
+    abandon_exchanges()
     for group in mesh.groups:
         group._get_backend(mesh.device).abort()
 

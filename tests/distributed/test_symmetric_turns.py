@@ -2,6 +2,7 @@
 waits for whom, and that nothing is written over before it has been read.
 """
 
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -136,3 +137,24 @@ def test_turns(size: int, writes: bool, tmp_path: Path) -> None:
         (tmp_path / f"memory{rank}").write_bytes(bytes(BYTES))
         (tmp_path / f"pad{rank}").write_bytes(bytes(256))
     run_ranks(_turns, size, str(tmp_path), writes)
+
+
+def test_a_rank_that_ends_alone_waits_for_no_signal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It gives itself the signals that it waits for, and takes back those that nobody takes."""
+    before = dict(vars(symmetric))
+    axis = MeshAxis(name="tp", rank=1, size=2, ranks=(0, 1))
+    try:
+        exchange = _exchange(axis, str(tmp_path), writes=False)
+        vars(symmetric)["torch"].cuda.stream = contextlib.nullcontext
+        vars(symmetric)["_SymmetricMemory"].stream_write_value32 = Tensor.__setitem__
+        pads = [exchange.handle.pads[rank].view(torch.int32) for rank in (0, 1)]
+        pads[0][1], pads[0][2] = 1, 1  # the second is no signal of this rank
+        asked = iter([False, True])
+        monkeypatch.setattr(exchange, "_is_idle", lambda: next(asked))
+        exchange.abandon()
+    finally:
+        vars(symmetric).update(before)
+    assert pads[1][:8].tolist() == [1] * 8
+    assert pads[0][:8].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]

@@ -8,6 +8,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +22,13 @@ from megatron_lightning.config import RuntimeConfig
 from megatron_lightning.config.plan import ParallelPlan, column, row
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel import overlap_choice
-from megatron_lightning.parallel.exchange import MessageExchange
+from megatron_lightning.parallel.exchange import (
+    MessageExchange,
+    abandon_exchanges,
+    release_exchanges,
+)
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 from megatron_lightning.parallel.overlap import Overlap
 from megatron_lightning.parallel.overlap_choice import choose_overlap
 from megatron_lightning.parallel.random import Normal
@@ -32,10 +37,8 @@ from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from tests.harness import run_ranks, run_ranks_fresh
 from tests.layout_runs import Run, assert_same_training, tiny_config, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
 
 TOKENS, HIDDEN, WIDTH = 16_384, 2048, 16_384
 PLAN = ParallelPlan(splits={"first.weight": column(), "second.weight": row()})
@@ -60,9 +63,12 @@ def trained(rank: int, world_size: int, run: Run) -> Any:
     return train(rank, world_size, run)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_equals_one_gpu(compiled: bool) -> None:
-    ranks = run_ranks_fresh(trained, 2, run_of(True, compiled), timeout=240)
+@two_gpus
+@pytest.mark.parametrize(
+    ("overlap", "compiled"), [(True, False), (True, True), (False, False), (False, True)]
+)
+def test_training_equals_one_gpu(overlap: bool, compiled: bool) -> None:
+    ranks = run_ranks_fresh(trained, 2, run_of(overlap, compiled), timeout=240)
     assert_same_training(ranks, single(), torch.bfloat16)
 
 
@@ -79,6 +85,7 @@ if __name__ == "__main__":
 """
 
 
+@two_gpus
 def test_ranks_end_by_themselves(tmp_path: Path) -> None:
     """Memory that the ranks share is given back before they go."""
     script = tmp_path / "script.py"
@@ -154,12 +161,42 @@ def timed(rank: int, world_size: int) -> dict[str, Any]:
     return {"times": times, "far": far, "chosen": chosen is not None}
 
 
+@two_gpus
 def test_time_of_two_layers() -> None:
     found = run_ranks(timed, 2, timeout=200, backend="nccl")[0]
     print(f"\nMLP of {TOKENS} tokens, {HIDDEN} to {WIDTH}, two GPUs, forward and backward:")
-    for name, time in found["times"].items():
-        print(f"  {name:12} {time:6.2f} ms, {found['far'][name]:.1e} from plain")
+    for name, taken in found["times"].items():
+        print(f"  {name:12} {taken:6.2f} ms, {found['far'][name]:.1e} from plain")
     assert max(found["far"].values()) < 5e-3  # sums of two numbers rounded to bfloat16
     if not found["chosen"]:
         pytest.skip("GPUs that can't write to each other's memory: nothing is overlapped")
     assert found["times"]["peer memory"] < found["times"]["plain"]
+
+
+def abandoned(rank: int, world_size: int) -> float:
+    """Seconds that this device waits for a signal that nobody gives, once it is told not to."""
+    torch.cuda.set_device(0)
+    store = dist.HashStore()
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    axis = MeshAxis(name="tp", group=dist.group.WORLD)
+    exchange = SymmetricExchange(axis, device, timeout_seconds=60)
+    exchange.begin(8, 8, torch.float32).end()
+    torch.cuda.synchronize()
+    for channel in (0, 0, 1, 3):
+        exchange.handle.wait_signal(0, channel, 60_000)
+    time.sleep(0.2)
+    assert not torch.cuda.current_stream().query()
+    begin = time.perf_counter()
+    abandon_exchanges()
+    torch.cuda.synchronize()
+    taken = time.perf_counter() - begin
+    release_exchanges()
+    dist.destroy_process_group()
+    return taken
+
+
+@pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
+def test_a_rank_that_ends_alone_waits_for_no_signal() -> None:
+    (taken,) = run_ranks_fresh(abandoned, 1)
+    assert taken < 5
