@@ -284,6 +284,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     config, layout = network_of(shape, args), layout_of(args)
     top = ceiling()
     if torch.cuda.is_available():
+        gc.collect()  # what the shape before left in cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     clock = Clock()
