@@ -109,8 +109,9 @@ class ExpertRecipe:
     def product(
         self, rows: Operand, weight: Operand, counts: Tensor, dtype: torch.dtype, *, forward: bool
     ) -> Tensor:
-        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N) in `dtype`, summed in float32.
-        What comes of rows behind the sum of `counts` means nothing.
+        """(R, K) by expert, (E, N, K), (E,) rows of each -> (R, N) in `dtype`. What comes of rows
+        behind the sum of `counts` means nothing. `forward`: where one comes after the other, as in
+        `Recipe.product`.
         """
         if not self._simulate and can_group(rows.values, len(weight.values)):
             assert rows.scale is not None
