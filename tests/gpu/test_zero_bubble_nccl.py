@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.config import PipelineConfig, RuntimeConfig
+from megatron_lightning.config import PipelineConfig, RecomputeConfig, RuntimeConfig
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, assert_same_training, tiny_config, train
 
@@ -41,11 +41,16 @@ def test_training_equals_one_gpu(schedule: str, precision: str) -> None:
     assert_same_training(ranks, single(precision), DTYPES[precision])
 
 
-def test_compiled_layers_give_the_eager_training() -> None:
+@pytest.mark.parametrize("saving", [False, True])
+def test_compiled_layers_give_the_eager_training(saving: bool) -> None:
+    recompute = RecomputeConfig(mode="selective", modules=["mlp.activation"])
     layout = dict(
         pipeline_parallel_size=2,
         micro_batch_size=2,
-        pipeline=SCHEDULES["zb-v"],
+        pipeline=dataclasses.replace(
+            SCHEDULES["zb-v"], defer_head_gradient=not saving, message_ctas=1 if saving else None
+        ),
+        recompute=recompute if saving else RecomputeConfig(),
         runtime=RuntimeConfig(compile_layers=True),
     )
     run = dataclasses.replace(run_of(layout, "32-true"), steps=2, keep_gradients=(0, 1))
