@@ -106,5 +106,18 @@ def test_padded_length(length: int, size: int, tensor: int, padded: int) -> None
     assert padded_length(length, size, tensor) == padded
 
 
+def test_contiguous_slices() -> None:
+    """Of each sample, and the samples of all ranks joined."""
+    lengths = (6, 9)
+    held = [local_index(lengths, 3, rank, contiguous=True) for rank in range(3)]
+    assert [x.tolist() for x in held] == [[0, 1, 6, 7, 8], [2, 3, 9, 10, 11], [4, 5, 12, 13, 14]]
+    into, back = joining_index(lengths, 3, (0, 1, 2), CPU, True)
+    x = torch.cat(held)
+    assert torch.equal(x[into], torch.arange(15))
+    assert torch.equal(x[into][back], x)
+    assert [padded_length(7, 2, tensor, contiguous=True) for tensor in (1, 4)] == [8, 8]
+    assert padded_length(9, 2, 4, contiguous=True) == 16
+
+
 def test_joined_spans() -> None:
     assert joined(((0, 2), (2, 5), (6, 7))) == ((0, 5), (6, 7))
