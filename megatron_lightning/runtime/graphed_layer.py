@@ -144,10 +144,12 @@ class GraphedLayer:
         """The region's when it was recorded."""
         self.signature: Signature = ()
         self._shared: list[tuple[int, str, Shared]] = []
-        self._input = self._output = self._made = torch.empty(0)
+        self._inputs: list[tuple[int, Tensor]] = []
+        """Place among the arguments and memory of those that gradients may be wanted of."""
+        self._output = self._made = torch.empty(0)
         self._stands = StandsFor(module, parameters)
         self._grad_output: Tensor | None = None
-        self._grad_input: Tensor | None = None
+        self._grad_inputs: tuple[Tensor | None, ...] = ()
         self._added: list[Slot] = []
         self._filled: list[bool] = []
         """Which sums held something when backward was recorded."""
@@ -176,13 +178,14 @@ class GraphedLayer:
         """Make the graph of `function(*args)`, which is not run by that."""
         self.signature = signature
         static = list(args)
-        x = args[0]
-        self._input = self._graphs.own(x).detach().requires_grad_(x.requires_grad)
-        static[0] = self._input
-        for index, arg in enumerate(args[1:], start=1):
-            names = ("cos", "sin") if isinstance(arg, RotaryTables) else ("",)
+        for index, arg in enumerate(args):
             if arg is None:
                 continue
+            if index == 0 or (isinstance(arg, Tensor) and arg.requires_grad):
+                static[index] = self._graphs.own(arg).detach().requires_grad_(arg.requires_grad)
+                self._inputs.append((index, static[index]))
+                continue
+            names = ("cos", "sin") if isinstance(arg, RotaryTables) else ("",)
             held = [self._graphs.share(_part(arg, name), micro_batch) for name in names]
             self._shared += [(index, n, one) for n, one in zip(names, held, strict=True)]
             if isinstance(arg, RotaryTables):
@@ -202,18 +205,20 @@ class GraphedLayer:
         """Replay the forward graph; autograd will replay the other."""
         for index, name, one in self._shared:
             one.take(_part(args[index], name), micro_batch)
-        return _Replayed.apply(self, args[0], *self._parameters)
+        inputs = [args[index] for index, _ in self._inputs]
+        return _Replayed.apply(self, len(inputs), *inputs, *self._parameters)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Layer input -> output, in memory that the next micro-batch overwrites."""
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Layer inputs -> output, in memory that the next micro-batch overwrites."""
         assert self._replay_forward is not None
-        if x.data_ptr() != self._input.data_ptr():
-            self._input.data.copy_(x)  # past the versions that autograd checks
+        for given, (_, static) in zip(inputs, self._inputs, strict=True):
+            if given.data_ptr() != static.data_ptr():
+                static.data.copy_(given)  # past the versions that autograd checks
         self._replay_forward()
         return self._output.detach()
 
-    def backward(self, grad: Tensor) -> Tensor | None:
-        """Gradient of the output -> of the input; those of parameters go to their sums."""
+    def backward(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradient of the output -> of each input; those of parameters go to their sums."""
         for slot in self._slots:
             slot.check_open()
             if not self._graphs.first:
@@ -232,7 +237,7 @@ class GraphedLayer:
             slot.main_grad.add_(sum_before)
         for slot in self._added:
             slot.filled = slot.summed = slot.received = True
-        return None if self._grad_input is None else self._grad_input.detach()
+        return tuple(None if found is None else found.detach() for found in self._grad_inputs)
 
     def _kept(self) -> list[tuple[Slot, Tensor]]:
         """Sums that the graph would overwrite though they hold something by now: it does what was
@@ -250,8 +255,9 @@ class GraphedLayer:
         self._filled = [slot.filled for slot in self._slots]
         self._grad_output = static = self._graphs.own(grad)
 
-        def backward() -> Tensor | None:
-            inputs = [self._input] if self._input.requires_grad else []
+        inputs = [static for _, static in self._inputs if static.requires_grad]
+
+        def backward() -> list[Tensor | None]:
             found = torch.autograd.grad(
                 self._made, [*inputs, *self._stands.parameters], static, allow_unused=True
             )
@@ -259,13 +265,18 @@ class GraphedLayer:
                 if grad is not None:
                     slot.add(grad)
                     slot.summed = True
-            return found[0] if inputs else None
+            return list(found[: len(inputs)])
 
-        self._replay_backward, self._grad_input = self._recorder.record(backward, self._generators)
+        self._replay_backward, made = self._recorder.record(backward, self._generators)
+        found = iter(made)
+        self._grad_inputs = tuple(
+            next(found) if static.requires_grad else None for _, static in self._inputs
+        )
         self._made = self._output  # lets go of what was kept for backward
         self._added = [slot for slot in self._slots if slot.summed]
-        if self._grad_input is not None:
-            self._graphs.static[self._grad_input.data_ptr()] = self._grad_input
+        for tensor in self._grad_inputs:
+            if tensor is not None:
+                self._graphs.static[tensor.data_ptr()] = tensor
 
 
 class _Replayed(torch.autograd.Function):
@@ -274,14 +285,14 @@ class _Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, layer: GraphedLayer, x: Tensor, *parameters: Parameter) -> Tensor:
-        ctx.layer, ctx.num_parameters = layer, len(parameters)
-        return layer.forward(x)
+    def forward(ctx: Any, layer: GraphedLayer, num_inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.layer, ctx.num_parameters = layer, len(tensors) - num_inputs
+        return layer.forward(tensors[:num_inputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.layer.backward(grad), *(None,) * ctx.num_parameters
+        return None, None, *ctx.layer.backward(grad), *(None,) * ctx.num_parameters
 
 
 def _part(arg: Any, name: str) -> Tensor:

@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConfig
+from megatron_lightning.config import (
+    DataParallelConfig,
+    MoEConfig,
+    MultiTokenPredictionConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout
@@ -182,6 +188,16 @@ def test_experts_of_static_capacity_are_graphed(
     assert any(one["dropped"] for one in seen) == (options != "sinkhorn")  # which is even
 
 
+def test_layers_of_several_inputs_with_gradients() -> None:
+    """Multi-token prediction: of the hidden state and of the next tokens' embedding."""
+    further = MultiTokenPredictionConfig()
+    run = run_of(config=tiny_config(num_layers=2, multi_token_prediction=further))
+    found = train(0, 1, with_graphs(run))
+    assert len(made[0]._regions) == 3
+    assert made[0].num_replays == 3 * (2 * 8 - 2 * 2)
+    assert_bitwise(found, train(0, 1, run))
+
+
 def two_lengths(run: Run, index: int) -> dict[str, Tensor]:
     batch = layout_runs.global_batch(Run(config=run.config), index)
     length = 16 if index % 3 else 8
@@ -340,8 +356,8 @@ class Frozen:
             Frozen.replaying = list(chosen)
             again = function()
             Frozen.replaying = None
-            if isinstance(result, Tensor):
-                result.data.copy_(again)
+            for kept, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                kept.data.copy_(new)
 
         return after_first(replay), result
 
