@@ -196,6 +196,8 @@ class GraphedLayer:
         def forward() -> Tensor:
             with torch.enable_grad(), self._stands:
                 self._made = function(*static)
+            if not isinstance(self._made, Tensor):
+                raise RuntimeError(f"it gives {type(self._made).__name__}, not one tensor")
             return self._made.detach()
 
         self._replay_forward, self._output = self._recorder.record(forward, self._generators)

@@ -26,6 +26,7 @@ WARM_MICRO_BATCHES = 2
 """Micro-batches of a kind before it is recorded: kernels are compiled and chosen in them."""
 MAX_SETS = 8
 """Kinds that are recorded; each holds memory for inputs and outputs of all layers."""
+_NO_SIGNATURE = "it was given packed documents, or something else that is no tensor"
 _MAX_RESTARTS = 3
 _LONG_MICRO_BATCHES = 100
 """Graphs that lived so long have paid: to make them anew is no loss."""
@@ -118,7 +119,7 @@ class LayerGraphs:
         if not ready or not torch.is_grad_enabled() or not region.module.training:
             return function(*args)
         signature = signature_of(args)
-        reason = region.reason(args) if signature is not None else "it was given packed documents"
+        reason = region.reason(args) if signature is not None else _NO_SIGNATURE
         if reason is not None or signature is None:
             warn_once(f"runtime.cuda_graphs='layers': {region.name} runs without graphs: {reason}")
             return function(*args)

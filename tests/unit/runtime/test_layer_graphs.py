@@ -27,6 +27,7 @@ from megatron_lightning.layers.moe import Router
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.flat import Slot
 from megatron_lightning.runtime import graph_choice, parallelize
+from megatron_lightning.runtime.graph_region import GraphRegion
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from tests import graphs_on_cpu, layout_runs
 from tests.graphs_on_cpu import Tape, after_first, stand_in_for_graphs
@@ -146,6 +147,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "global": dict(load_balancing="global_aux_loss", aux_loss_coeff=1e-1, input_jitter=0.1),
     "sinkhorn": dict(load_balancing="sinkhorn", latent_size=32),
 }
+
+
+def test_timed_micro_batches_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those in which others would be recorded: the first of both kinds are."""
+    timed = property(lambda region: made[0].micro_batch in (6, 9, 10, 11))
+    monkeypatch.setattr(GraphRegion, "is_timed", timed)
+    run = run_of(config=tiny_config(num_layers=2))
+    found = train(0, 1, with_graphs(run))
+    assert made[0].num_replays == 2 * (16 - 4 - 4)
+    assert_bitwise(found, train(0, 1, run))
 
 
 class Routers(layout_runs.Recorder):
