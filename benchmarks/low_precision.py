@@ -28,11 +28,12 @@ import json
 import logging
 import math
 import os
+import signal
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -283,7 +284,16 @@ def prepare(device: str, parallel: int) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // parallel) if device == "cpu" else 1)
-    os.environ["MASTER_PORT"] = str(20000 + os.getpid() % 20000)  # two must not find the same
+    port = 20000 + os.getpid() % 10000  # another one in each process
+    while not is_free(port):
+        port += 1
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def run_all(
@@ -293,18 +303,26 @@ def run_all(
     steps: int,
     device: str,
     parallel: int = 1,
+    done: Iterable[tuple[str, int]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Every kind with every seed, bfloat16 always among them; each as soon as it is done."""
-    jobs = [(kind, seed) for seed in seeds for kind in dict.fromkeys(("bf16", *kinds))]
+    """Every kind with every seed, bfloat16 always among them, but those that are `done`; each as
+    soon as it is.
+    """
+    wanted = [(kind, seed) for seed in seeds for kind in dict.fromkeys(("bf16", *kinds))]
+    jobs = [job for job in wanted if job not in set(done)]
     if parallel == 1:
-        yield from (train(kind, seed, size, steps, device) for kind, seed in jobs)
+        yield from (train(*job, size, steps, device) for job in jobs)
         return
-    with ProcessPoolExecutor(
-        min(parallel, len(jobs)), get_context("spawn"), prepare, (device, parallel)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the processes too
+    with get_context("spawn").Pool(
+        max(1, min(parallel, len(jobs))), prepare, (device, parallel)
     ) as pool:
-        running = [pool.submit(train, *job, size, steps, device) for job in jobs]
-        for done in as_completed(running):
-            yield done.result()
+        yield from pool.imap_unordered(train_job, [(*job, size, steps, device) for job in jobs])
+
+
+def train_job(job: tuple[str, int, dict[str, Any], int, str]) -> dict[str, Any]:
+    """`train` with its arguments in one."""
+    return train(*job)
 
 
 def write(out: str, runs: list[dict[str, Any]], size: dict[str, Any], steps: int) -> None:
@@ -320,6 +338,14 @@ def write(out: str, runs: list[dict[str, Any]], size: dict[str, Any], steps: int
         "runs": sorted(runs, key=lambda run: (run["seed"], KINDS.index(run["kind"]))),
     }
     Path(out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def earlier(path: str, size: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    """Runs of a file that `write` made; ValueError where they were others."""
+    record = json.loads(Path(path).read_text())
+    if (record["size"], record["steps"]) != (size, steps):
+        raise ValueError(f"--earlier {path}: made with {record['size']}, {record['steps']} steps")
+    return record["runs"]
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
@@ -347,11 +373,17 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="peak learning rate in place of the size's own")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time on the device")
     parser.add_argument("--out", default="", help="JSON file for the numbers")
+    parser.add_argument(
+        "--earlier", nargs="*", default=[], help="JSON files of runs that need no repetition"
+    )
     options = parser.parse_args()
     size = {**SIZES[options.size], **({} if options.lr is None else {"lr": options.lr})}
     begin = time.perf_counter()
-    runs: list[dict[str, Any]] = []
-    for run in run_all(options.kinds, options.seeds, size, options.steps, device, options.parallel):
+    runs = [run for path in options.earlier for run in earlier(path, size, options.steps)]
+    known = [(run["kind"], run["seed"]) for run in runs]
+    for run in run_all(
+        options.kinds, options.seeds, size, options.steps, device, options.parallel, known
+    ):
         runs.append(run)
         print(
             f"{run['kind']:<15} seed {run['seed']}  loss {run['first_loss']:.4f} ->"
