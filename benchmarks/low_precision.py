@@ -31,6 +31,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -215,6 +216,7 @@ def train(kind: str, seed: int, size: dict[str, Any], steps: int, device: str) -
         gradient_clip_val=1.0,
         logger=False,
         callbacks=[losses],
+        default_root_dir=tempfile.gettempdir(),  # of what a run saves that is stopped
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
