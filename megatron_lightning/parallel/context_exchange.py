@@ -154,7 +154,7 @@ def run_forward(
         output, log_sum = attend(0)
         swap.end()
         swap = Swap(ranks.memory, [_parts(output, size)])
-        for rank, part in enumerate(swap.each()):
+        for rank, part in swap.each():
             _copy(context[:, :, rank, 0], part)
         swap.end()
         return [context.flatten(2), *whole, output, log_sum]

@@ -8,7 +8,7 @@ where they arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,13 +69,15 @@ class Swap:
         self._wait(0)
         return came
 
-    def each(self) -> list[Tensor]:
-        """The same, one by one, and without a copy of the own part."""
+    def each(self) -> Iterator[tuple[int, Tensor]]:
+        """The same with its rank, one by one: the own part at once, the others as they are here."""
         [x] = self._tensors
-        came = list(self._room(0))
-        came[self._rank] = x[self._rank]
+        came = self._room(0)
+        yield self._rank, x[self._rank]
         self._wait(0)
-        return came
+        for rank in range(self._size):
+            if rank != self._rank:
+                yield rank, came[rank]
 
     def end(self) -> None:
         """What was sent may be overwritten."""
