@@ -17,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.config import DataParallelConfig, GPTConfig, MoEConfig, RuntimeConfig
@@ -116,6 +117,7 @@ class Clock(L.Callback):
         self.warm = warm
         self.seconds: list[float] = []
         self.launches: dict[str, int] = {}
+        self.kernels_ms = 0.0
         self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -131,7 +133,10 @@ class Clock(L.Callback):
             self.seconds.append(time.perf_counter() - self.begin)
         if index == self.warm - 1:
             self.profiler.stop()
-            names = Counter(event.name for event in self.profiler.events() or ())
+            events = list(self.profiler.events() or ())
+            names = Counter(event.name for event in events)
+            on_device = [event for event in events if event.device_type is DeviceType.CUDA]
+            self.kernels_ms = sum(event.time_range.elapsed_us() for event in on_device) / 1e3
             self.launches = {
                 kind: sum(count for name, count in names.items() if name.startswith(kind))
                 for kind in ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
@@ -195,6 +200,7 @@ def timed(
         "ms": round(1e3 * statistics.median(clock.seconds), 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "kernels_ms": round(clock.kernels_ms, 2),
         **clock.launches,
     }
 
