@@ -135,7 +135,7 @@ class Clock(L.Callback):
             self.profiler.stop()
             events = list(self.profiler.events() or ())
             names = Counter(event.name for event in events)
-            on_device = [event for event in events if event.device_type is DeviceType.CUDA]
+            on_device = [event for event in events if event.device_type == DeviceType.CUDA]
             self.kernels_ms = sum(event.time_range.elapsed_us() for event in on_device) / 1e3
             self.launches = {
                 kind: sum(count for name, count in names.items() if name.startswith(kind))
