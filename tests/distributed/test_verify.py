@@ -31,7 +31,7 @@ from megatron_lightning.cli.verify_source import (
 from megatron_lightning.cli.verify_tolerances import LIMITS
 from megatron_lightning.config import ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron_lightning.layers.attention import FusedAttention
-from megatron_lightning.parallel import collectives
+from megatron_lightning.parallel import collectives, whole_products
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.exact_dropout import ExactDropout
 from tests import tolerances
@@ -53,17 +53,17 @@ def counted(function: Callable[..., Any], broken: Callable[..., Any], when: int)
 
 def no_sum_forward(rank: int) -> None:
     """Rank 3 keeps its own part in the reduce-scatter behind layer 2's MLP: of each micro-batch's
-    forward the embedding's is the first, then two a layer.
+    forward there are two a layer.
     """
     if rank != 3:
         return
-    real = collectives.reduce_scatter
+    real = whole_products.product_scatter
 
-    def unsummed(x: Tensor, axis: Any, dim: int) -> Tensor:
-        real(x, axis, dim)
-        return collectives.own_part(x, axis, dim).clone()
+    def unsummed(x: Tensor, weight: Tensor, axis: Any) -> Tensor:
+        real(x, weight, axis)
+        return collectives.own_part(x @ weight.t(), axis, 0).clone()
 
-    collectives.reduce_scatter = counted(real, unsummed, 6)
+    whole_products.product_scatter = counted(real, unsummed, 5)
 
 
 def no_sum_of_gradients(rank: int) -> None:
