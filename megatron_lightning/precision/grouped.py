@@ -7,7 +7,7 @@ take; with scales as fine as these gradients don't need the range of E5M2. On co
 one product does all experts (`torch._scaled_grouped_mm`), elsewhere one comes after the other.
 Groups along the summed dim must be multiples of 16 and not empty: zeros stand behind their tokens.
 It adds within the unit (fast accumulation) in all three products: with sums in float32 throughout
-its kernels take two to three times as long, more than without FP8.
+its kernels take up to three times as long, for many small experts more than without FP8.
 """
 
 from __future__ import annotations

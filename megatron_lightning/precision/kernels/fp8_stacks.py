@@ -1,8 +1,7 @@
 """Casts of stacked matrices, and of groups of rows, to FP8, each transposed, with a scale for each
 row of the transpose.
 
-A program does some columns of one matrix after the other: it reads them twice, the second time out
-of the cache, which those of all programs at a time fit into.
+One program does some columns of one matrix: it reads them twice, the second time out of the cache.
 """
 
 # Triton is optional, and a kernel is indexed by its grid.
@@ -17,9 +16,8 @@ from megatron_lightning.precision.kernels.fp8 import _limited, _power, _size
 
 _HEIGHT = 256
 _WIDTH = 32
+"""Columns of a program: few, so that those of all programs at a time stay in the cache."""
 _WARPS = 8
-_PROGRAMS = 264
-"""At a time, two for each unit of an H200."""
 _MULTIPLE = 16
 """What the room of a group is a multiple of."""
 
@@ -73,7 +71,6 @@ def _cast_columns(
     amax,
     out,
     inverses,
-    matrices,
     rows,
     columns,
     limit,
@@ -81,20 +78,17 @@ def _cast_columns(
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    wide = tl.cdiv(columns, width)
-    for tile in range(tl.program_id(0), matrices * wide, tl.num_programs(0)):
-        matrix = (tile // wide).to(tl.int64)
-        column = tile % wide * width + tl.arange(0, width)
-        own = x + matrix * rows * columns
-        place = matrix * columns + column
-        if known:
-            most = tl.load(amax + place, mask=column < columns, other=0.0)
-        else:
-            most = _largest_of_columns(own, rows, columns, column, height, width)
-        scale, inverse = _power(most, limit)
-        tl.store(inverses + place, inverse, mask=column < columns)
-        turned = out + matrix * rows * columns
-        _turn(own, turned, scale, rows, rows, columns, column, rows, limit, height)
+    matrix = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    x += matrix * rows * columns
+    out += matrix * rows * columns
+    if known:
+        most = tl.load(amax + matrix * columns + column, mask=column < columns, other=0.0)
+    else:
+        most = _largest_of_columns(x, rows, columns, column, height, width)
+    scale, inverse = _power(most, limit)
+    tl.store(inverses + matrix * columns + column, inverse, mask=column < columns)
+    _turn(x, out, scale, rows, rows, columns, column, rows, limit, height)
 
 
 @triton.jit
@@ -113,25 +107,23 @@ def _cast_groups(
     height: tl.constexpr,
     width: tl.constexpr,
 ):
+    group = tl.program_id(1)
+    column = tl.program_id(0) * width + tl.arange(0, width)
     lane = tl.arange(0, most_groups)
     rows = tl.load(counts + lane, mask=lane < groups, other=0).to(tl.int32)
     room = tl.maximum((rows + multiple - 1) // multiple * multiple, multiple)
-    wide = tl.cdiv(columns, width)
-    for tile in range(tl.program_id(0), groups * wide, tl.num_programs(0)):
-        group = tile // wide
-        column = tile % wide * width + tl.arange(0, width)
-        start = tl.sum(tl.where(lane < group, rows, 0), axis=0)
-        begin = tl.multiple_of(tl.sum(tl.where(lane < group, room, 0), axis=0), multiple)
-        count = tl.sum(tl.where(lane == group, rows, 0), axis=0)
-        extent = tl.multiple_of(tl.sum(tl.where(lane == group, room, 0), axis=0), multiple)
-        if tile % wide == 0:
-            tl.store(ends + group, begin + extent)
-        own = x + start.to(tl.int64) * columns
-        most = _largest_of_columns(own, count, columns, column, height, width)
-        scale, inverse = _power(most, limit)
-        place = group.to(tl.int64) * columns + column
-        tl.store(inverses + place, inverse, mask=column < columns)
-        _turn(own, out + begin, scale, count, extent, columns, column, step, limit, height)
+    start = tl.sum(tl.where(lane < group, rows, 0), axis=0)
+    begin = tl.multiple_of(tl.sum(tl.where(lane < group, room, 0), axis=0), multiple)
+    own = tl.sum(tl.where(lane == group, rows, 0), axis=0)
+    own_room = tl.multiple_of(tl.sum(tl.where(lane == group, room, 0), axis=0), multiple)
+    if tl.program_id(0) == 0:
+        tl.store(ends + group, begin + own_room)
+    x += start.to(tl.int64) * columns
+    most = _largest_of_columns(x, own, columns, column, height, width)
+    scale, inverse = _power(most, limit)
+    place = group.to(tl.int64) * columns + column
+    tl.store(inverses + place, inverse, mask=column < columns)
+    _turn(x, out + begin, scale, own, own_room, columns, column, step, limit, height)
 
 
 def column_largest(x: Tensor) -> Tensor:
@@ -156,12 +148,11 @@ def cast_columns(
     out = x.new_empty((matrices, columns, rows), dtype=dtype)
     inverses = x.new_empty((matrices, columns, 1), dtype=torch.float32)
     if inverses.numel():
-        _cast_columns[(min(_PROGRAMS, matrices * triton.cdiv(columns, _WIDTH)),)](
+        _cast_columns[(triton.cdiv(columns, _WIDTH), matrices)](
             x,
             x if amax is None else amax,
             out,
             inverses,
-            matrices,
             rows,
             columns,
             limit,
@@ -183,7 +174,7 @@ def cast_groups(
     inverses = x.new_empty(groups * columns, dtype=torch.float32)
     ends = counts.new_empty(groups, dtype=torch.int32)
     if inverses.numel():
-        _cast_groups[(min(_PROGRAMS, groups * triton.cdiv(columns, _WIDTH)),)](
+        _cast_groups[(triton.cdiv(columns, _WIDTH), groups)](
             x,
             counts,
             out,
