@@ -40,10 +40,9 @@ class PipelineConfig:
     nothing)."""
     head_cost: float = 1.0
     """Cost of final norm, head and loss in units of one layer, for the balanced split."""
-    message_ctas: int | None = 4
-    """NCCL: multiprocessors (thread blocks) that a message between stages holds at most. A receive
-    is begun ahead and holds them while it waits, which slows the products beside it; with fewer a
-    message travels longer. None: NCCL's choice."""
+    message_ctas: int | None = None
+    """NCCL: multiprocessors (thread blocks) that a message between stages holds at most, by a
+    communicator of its own (docs/pipeline.md). None: NCCL's choice, and no further communicator."""
     defer_head_gradient: bool = True
     """zb-h1, zb-v: put off the weight gradient of the head like that of the layers; False: take it
     at once, so that the logits' gradient is not kept for it, which may cost some bubble."""
