@@ -1,0 +1,85 @@
+"""By what way context ranks exchange heads, and that shared memory is given back at the end."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_lightning.config import ContextConfig
+from megatron_lightning.parallel import context_neighbours
+from megatron_lightning.parallel.context_neighbours import neighbours
+from megatron_lightning.parallel.exchange import holding, release_exchanges
+from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+
+
+class Memory:
+    """In place of an exchange through symmetric memory."""
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self.axis = axis
+        self.released = 0
+        holding.add(self)
+
+    held_bytes = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Trials(list[str]):
+    """Those that were made; `reason`: why they fail."""
+
+    reason: str | None = None
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Trials:
+    trials = Trials()
+
+    def attempt(axis: MeshAxis, device: Any, seconds: float) -> tuple[Memory | None, str | None]:
+        trials.append(f"{axis.name} {seconds}")
+        return (Memory(axis) if trials.reason is None else None), trials.reason
+
+    monkeypatch.setattr(context_neighbours, "_why_not", lambda axis, device: None)
+    monkeypatch.setattr(context_neighbours, "_try", attempt)
+    monkeypatch.setattr(
+        context_neighbours, "_agree", lambda axis, reason: [] if reason is None else [reason]
+    )
+    monkeypatch.setattr(context_neighbours, "provide", lambda **settings: None)
+    return trials
+
+
+def place(device: str, group: str) -> ParallelMesh:
+    single = ParallelMesh.single(device)
+    cp = MeshAxis(name="cp", size=2, ranks=(0, 1), group=SimpleNamespace(group_name=group))
+    return replace(single, axes={**single.axes, "cp": cp})
+
+
+def test_one_memory_for_all_layers_is_released(tried: Trials) -> None:
+    mesh, config = place("cuda:0", "one"), ContextConfig(form="all_to_all")
+    first, second = (neighbours(mesh, config, 7.0) for _ in range(2))
+    memory: Any = first.memory
+    assert first is second
+    assert tried == ["cp 7.0"]
+    release_exchanges()
+    assert memory.released == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "changes"),
+    [("cpu", {}), ("cuda:0", {"peer_memory": False}), ("cuda:0", {"head_groups": 2})],
+)
+def test_collectives(tried: Trials, device: str, changes: dict[str, Any]) -> None:
+    config = ContextConfig(form="all_to_all", **changes)
+    assert neighbours(place(device, "two"), config, 7.0).memory is None
+    assert tried == []
+
+
+def test_memory_that_cannot_be_shared(tried: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(context_neighbours, "warn_once", warnings.append)
+    tried.reason = "no way"
+    found = neighbours(place("cuda:0", "three"), ContextConfig(form="all_to_all"), 7.0)
+    assert found.memory is None
+    assert "memory (no way), so heads are exchanged by collectives" in warnings[0]
