@@ -117,7 +117,8 @@ ROWS: dict[str, Row] = {
     "a-pp2": Row(
         title="(a) PP=2, 8 micro-batches",
         ours="--shapes a --pp 2 --accumulate 8 --schedule zb-v --virtual 2"
-        " --set recompute.mode=selective recompute.modules=['mlp.activation']",
+        " --set recompute.mode=selective recompute.modules=['layers.[0-3].mlp.activation']"
+        " pipeline.defer_head_gradient=False",
         peer="a@pp=2:gas=8",
         gpus=2,
         rate=60685,
