@@ -81,7 +81,7 @@ def test_the_layer_that_ends_the_branch_starts_smaller():
         (False, True, ""),
         (False, False, "linear_fc1.weight"),
         (False, False, "linear_fc2.weight"),
-        (True, True, ""),
+        pytest.param(True, True, "", marks=pytest.mark.slow),
     ],
 )
 def test_a_recomputed_activation_changes_no_bit(compiled, biases, frozen):
