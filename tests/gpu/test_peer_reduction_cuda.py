@@ -12,8 +12,8 @@ from torch import nn
 
 from megatron_lightning.config.plan import ParameterInfo, replicated
 from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.parallel.exchange import release_exchanges
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlap import release_exchanges
 from megatron_lightning.parallel.peer_reduction import PeerReduction, peer_reduction
 from tests.harness import run_ranks
 
