@@ -30,7 +30,7 @@ def _steps(rank: int, size: int, directory: str, writes: bool, batch: int) -> No
     try:
         memory: Any = _exchange(axis, directory, writes)
         memory.part_bytes = 4096
-        vars(context_memory)["torch"] = vars(symmetric)["torch"]
+        vars(context_memory).update(torch=vars(symmetric)["torch"])
         ranks = announced(axis, memory)
         late = random.Random(rank)
         for number in range(12):
@@ -40,19 +40,20 @@ def _steps(rank: int, size: int, directory: str, writes: bool, batch: int) -> No
                 torch.randn(LENGTH, batch, n, SIZE, generator=generator) for n in heads
             )
             whole = [x.clone().requires_grad_() for x in (query, key, value)]
-            rows = [x.transpose(0, 1).flatten(0, 1) for x in whole]
+            rows: Any = [x.transpose(0, 1).flatten(0, 1) for x in whole]
             documents = (4, 20) if number % 2 else (LENGTH,)
             want = attend(*rows, documents * batch, kernel=CpuKernel(), scale=SCALE)
             want = want.unflatten(0, (batch, -1)).transpose(0, 1)
             want.backward(grad)
             own = local_index((LENGTH,), size, rank, contiguous=True)
-            local = [x[own].requires_grad_() for x in (query, key, value)]
+            local: Any = [x[own].requires_grad_() for x in (query, key, value)]
             time.sleep(late.random() * 0.004)
             found = exchanged_attention(*local, ranks, 1, SCALE, 0, documents * batch)
             time.sleep(late.random() * 0.004)
             torch.testing.assert_close(found, want[own].flatten(2))
             found.backward(grad[own].flatten(2))
             for x, y in zip(local, whole, strict=True):
+                assert y.grad is not None
                 torch.testing.assert_close(x.grad, y.grad[own])
     finally:
         for module, names in zip(modules, before, strict=True):
