@@ -29,7 +29,6 @@ def data_parallel_problems(config: ParallelConfig) -> list[str]:
     for field, value, plain, needs in (
         ("moments_dtype", data.moments_dtype, "float32", ("optimizer", "fsdp")),
         ("offload_optimizer", data.offload_optimizer, False, ("optimizer",)),
-        ("peer_memory", data.peer_memory, False, ("optimizer",)),
         ("reshard_after_forward", data.reshard_after_forward, True, ("fsdp",)),
         ("reduce_each_micro_batch", data.reduce_each_micro_batch, False, ("fsdp",)),
     ):

@@ -71,10 +71,6 @@ class DataParallelConfig:
     overlap_param_gather: bool = True
     """sharding="optimizer": let the next forward begin while updated parameters are still being
     gathered, where every reader is known to wait; False: gather all right after the step."""
-    peer_memory: bool = False
-    """sharding="optimizer": sum gradients by copies into the memory of the other GPUs, where a
-    host's GPUs can write to each other's; else, and by default, by collectives, whose kernels take
-    multiprocessors from the backward pass."""
     reshard_after_forward: bool = True
     """sharding="fsdp": free a layer's parameters after its forward and gather them again for its
     backward (ZeRO-3); False: keep them (ZeRO-2), less traffic for more memory."""

@@ -32,7 +32,6 @@ from megatron_lightning.parallel.flat import (
 )
 from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.peer_reduction import PeerReduction
 from megatron_lightning.utils.gradients import scale_tensors_
 from megatron_lightning.utils.tensors import scalar
 
@@ -52,8 +51,7 @@ class GradientBuckets:
     that don't require gradients are left out; after freezing or unfreezing, `is_stale` is True and
     `rebuild` makes new buckets. With `sharded`, buckets stay and `rebuild` adds some for parameters
     that were unfrozen, since optimizer state lies as they do. `streams`: CUDA streams beside the
-    current one on which backward passes may add gradients. `peers` gives what sums the buckets over
-    an axis in place of a collective, if there is something.
+    current one on which backward passes may add gradients.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class GradientBuckets:
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         streams: Sequence[Any] = (),
-        peers: Callable[[MeshAxis], PeerReduction | None] | None = None,
     ) -> None:
         if bucket_size < 1:
             raise ValueError(
@@ -91,7 +88,6 @@ class GradientBuckets:
         # rank; nothing guarantees that.
         shared = [mesh.axis(name).group for name in ("cp", "ep") if mesh.axis(name).size > 1]
         self._overlap = overlap and not any(group is mesh.dp_cp.group for group in shared)
-        self._peers = peers
         self._side_stream = torch.cuda.Stream() if mesh.device.type == "cuda" else None
         self._streams = (torch.cuda.current_stream(), *streams) if streams else ()
         self._slots: dict[str, Slot] = {}
@@ -361,13 +357,8 @@ class GradientBuckets:
             dtype=self._dtype,
         )
         self._buffers.append(buffer)
-        made = list(dict.fromkeys(slot.bucket for slot in slots))
-        shared = self.sharded and self._peers is not None and replicas.shard.size > 1
-        peers = self._peers(replicas.shard) if self._peers is not None and shared else None
-        if peers is not None:
-            peers.reserve(max(bucket.own.numel() for bucket in made), self._dtype)
-        for bucket in made:
-            bucket.peers, bucket.side_stream = peers, self._side_stream
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            bucket.side_stream = self._side_stream
             self._buckets.append(bucket)
         for slot in slots:
             self._slots[slot.name] = slot

@@ -17,7 +17,6 @@ from megatron_lightning.config.plan import Gradient, ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
 from megatron_lightning.parallel.main_gradient import add_product_
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.peer_reduction import PeerReduction
 from megatron_lightning.precision.accumulate import add_to_sum_
 
 ALIGNMENT_ELEMENTS = 32
@@ -77,8 +76,6 @@ class Bucket:
     pending: set[str] = field(default_factory=set)
     """Parameters whose gradient that pass has not brought yet."""
     work: Any = None
-    peers: PeerReduction | None = None
-    """What sums over `shard` in place of a collective."""
     side_stream: Any = None
     """CUDA stream on which the sum over `replica` follows that over `shard`."""
 
@@ -101,11 +98,7 @@ class Bucket:
             slot.fill()
         shard, replica = self.replicas.shard, self.replicas.replica
         if shard.size > 1:
-            if self.peers is not None:
-                self.work = self.peers.begin(self.data, self.own)
-            else:
-                group = shard.group
-                self.work = reduce_scatter_single(self.own, self.data, group=group, async_op=True)
+            self.work = reduce_scatter_single(self.own, self.data, group=shard.group, async_op=True)
             if self.side_stream is not None:
                 with torch.cuda.stream(self.side_stream):
                     self.launch_replicas()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.main_gradient import AddsAtOnce
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.peer_reduction import peer_reduction
 from megatron_lightning.parallel.quantization import Quantization
 from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import Streams
@@ -160,13 +158,6 @@ class ParallelModel:
             overlap=config.data_parallel.overlap_grad_reduce,
             dtype=dtype,
             streams=self._side_streams() if mesh.lanes is None else mesh.lanes.streams,
-            peers=functools.partial(
-                peer_reduction,
-                device=mesh.device,
-                timeout_seconds=config.runtime.timeout_seconds,
-            )
-            if config.data_parallel.peer_memory
-            else None,
         )
         if self.graphs is not None:
             self.graphs.set_buckets(self.buckets)

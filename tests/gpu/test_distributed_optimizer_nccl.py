@@ -26,9 +26,6 @@ CASES: dict[str, DataParallelConfig] = {
         sharding="optimizer", overlap_param_gather=False, overlap_grad_reduce=False
     ),
     "optimizer_copies": DataParallelConfig(sharding="optimizer", replicas=2),
-    "optimizer_peers": DataParallelConfig(
-        sharding="optimizer", bucket_size=20_000, peer_memory=True
-    ),
     "optimizer_offload": DataParallelConfig(
         sharding="optimizer", bucket_size=20_000, offload_optimizer=True
     ),
@@ -73,7 +70,7 @@ def test_every_reader_waits_for_the_gather() -> None:
         assert got["losses"] == want["losses"]
 
 
-@pytest.mark.parametrize("case", ["optimizer", "optimizer_peers", "fsdp"])
+@pytest.mark.parametrize("case", ["optimizer", "fsdp"])
 def test_resume_continues_bitwise(case: str, tmp_path: Path) -> None:
     run = on_gpu("bf16-mixed", data_parallel=CASES[case])
     run = Run(**{**vars(run), "steps": 6})

@@ -46,7 +46,6 @@ CASES: dict[str, Case] = {
     "cp2 all_to_all, 65,536 tokens": (context("all_to_all"), 1, 65_536, 0.15),
     "dp2 replicated": ({}, 8, 4096, 0.5),
     "dp2 zero-1": (sharded(sharding="optimizer"), 8, 4096, 0.5),
-    "dp2 zero-1, peers' memory": (sharded(sharding="optimizer", peer_memory=True), 8, 4096, 0.0),
     "dp2 fsdp": (sharded(sharding="fsdp"), 8, 4096, 0.5),
 }
 
@@ -218,8 +217,8 @@ def traced(rank: int, world_size: int, case: str) -> tuple[list[Collective], flo
     return trace.collectives()
 
 
-@pytest.mark.parametrize("case", ["dp2 zero-1", "dp2 zero-1, peers' memory"])
-def test_timeline_of_zero_1(case: str) -> None:
+def test_timeline_of_zero_1() -> None:
+    case = "dp2 zero-1"
     for rank, (rows, optimizer) in enumerate(run_ranks_fresh(traced, 2, case, timeout=240)):
         print(f"\n{case}, rank {rank}: the optimizer's kernels from 0 to {optimizer:.2f} ms")
         for row in rows:
@@ -234,6 +233,6 @@ def test_timeline_of_zero_1(case: str) -> None:
             time, exposed = sum(r.end - r.begin for r in part), sum(r.exposed for r in part)
             print(f"  {name}: {len(part)}, {time:.2f} ms, exposed {exposed:.2f}")
         assert len(gathered) > 10  # a bucket a layer
-        assert len(reduced) == (0 if "peers" in case else len(gathered))
+        assert len(reduced) == len(gathered)
         assert all(row.begin < -1 for row in reduced[:-1]), "reductions wait for the backward pass"
         assert sum(row.begin < optimizer for row in gathered) > len(gathered) // 2
