@@ -45,7 +45,8 @@ class Overlap:
     def of(cls, exchange: Exchange | Collectives, *, least_bytes: int = 0) -> Overlap:
         """Announce an exchange to the layers, and what smaller parts use."""
         axis = exchange.axis
-        whole = announced(axis, Collectives.kind) or Collectives(axis)
+        same = exchange.kind == Collectives.kind
+        whole = exchange if same else announced(axis, Collectives.kind) or Collectives(axis)
         assert isinstance(whole, Collectives)
         for one in (exchange, whole):
             exchanges[_name(axis, one.kind)] = one
