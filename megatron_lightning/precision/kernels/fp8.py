@@ -131,12 +131,12 @@ def _cast_tile(
         # Sizes are ordered as the integers of their bits.
         place = seen.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(place, most.to(tl.int32, bitcast=True), sem="relaxed")
-    limited = _limited(values, scale, limit)
     if want_itself:
-        rounded = limited.to(itself.dtype.element_ty)
+        rounded = _limited(values, scale, limit).to(itself.dtype.element_ty)
         tl.store(itself + row[:, None] * columns + column[None, :], rounded, mask=inside)
     if want_transposed:
-        turned = tl.trans(limited.to(transposed.dtype.element_ty))
+        # Turned before it is cast, and cast apart: so threads change 16-bit numbers (`fp8_casts`).
+        turned = _limited(tl.trans(values), scale, limit).to(transposed.dtype.element_ty)
         place = transposed + column[:, None] * padded_rows + row[None, :]
         tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
 

@@ -45,14 +45,14 @@ def _cast_blocks(
     size = _size(values)
     if square:
         scale, inverse = _power(tl.max(tl.max(size, axis=1), axis=0), limit)
-        limited = _limited(values, scale, limit)
         if want_itself:
             tl.store(inverses + high * step + wide, inverse)
-            rounded = limited.to(itself.dtype.element_ty)
+            rounded = _limited(values, scale, limit).to(itself.dtype.element_ty)
             tl.store(itself + row[:, None] * columns + column[None, :], rounded, mask=inside)
         if want_transposed:
             tl.store(turned_inverses + wide * turned_step + high, inverse)
-            turned = tl.trans(limited.to(transposed.dtype.element_ty))
+            # Turned before it is cast, see `_cast_tile`.
+            turned = _limited(tl.trans(values), scale, limit).to(transposed.dtype.element_ty)
             place = transposed + column[:, None] * padded_rows + row[None, :]
             tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
     else:
@@ -117,7 +117,7 @@ def _cast_columns(
     scale, inverse = _power(tl.load(amax + column, mask=column < columns, other=0.0), limit)
     if tl.program_id(0) == 0:
         tl.store(inverses + column, inverse, mask=column < columns)
-    turned = tl.trans(_limited(values, scale[None, :], limit).to(out.dtype.element_ty))
+    turned = _limited(tl.trans(values), scale[:, None], limit).to(out.dtype.element_ty)
     place = out + column[:, None] * padded_rows + row[None, :]
     tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
 
