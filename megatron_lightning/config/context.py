@@ -27,7 +27,8 @@ class ContextConfig:
 
     head_groups: int = 1
     """all_to_all alone: into how many groups, at most, a rank's key/value heads are dealt, whose
-    exchanges hide behind attention of other groups; more are worth it where links are slow."""
+    exchanges hide behind attention of other groups; more are worth it where links are slow. Above 1
+    collectives exchange them, whatever `peer_memory` says."""
     peer_memory: bool = True
     """all_to_all alone, in one group: whether heads are written to the memory of the other GPUs of
     the host, where that can be; else collectives exchange them."""
@@ -60,6 +61,11 @@ class ContextConfig:
         ]
         if self.head_groups < 1:
             problems.append(f"context.head_groups={self.head_groups}: it must be at least 1")
+        elif self.head_groups > 1 and not self.contiguous:
+            problems.append(
+                f"context.head_groups={self.head_groups} with forms {sorted(self.forms)}: only"
+                " all_to_all alone deals heads; leave it at 1"
+            )
         size, inner = context_parallel_size, self.inner_size
         if size > 1 and "hierarchical" in self.forms:
             fits = [n for n in range(2, size) if size % n == 0]
