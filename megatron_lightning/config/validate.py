@@ -144,9 +144,16 @@ def _schedule_chunks(config: ParallelConfig) -> str | None:
 
 def _message_ctas(config: ParallelConfig) -> str | None:
     ctas = config.pipeline.message_ctas
-    if ctas is None or 1 <= ctas <= 32:
+    if ctas is None:
         return None
-    return f"pipeline.message_ctas={ctas}: give 1 to 32 thread blocks, or None for NCCL's choice"
+    if not 1 <= ctas <= 32:
+        return f"pipeline.message_ctas={ctas}: give 1 to 32 thread blocks, or None: NCCL's choice"
+    if config.pipeline_parallel_size == 1:
+        return (
+            f"pipeline.message_ctas={ctas} with pipeline_parallel_size=1: there are no messages"
+            " between stages; leave it out, or set pipeline_parallel_size to 2 or more"
+        )
+    return None
 
 
 def _head_gradient(config: ParallelConfig) -> str | None:

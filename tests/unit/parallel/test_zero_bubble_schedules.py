@@ -229,6 +229,14 @@ def test_zero_bubble_needs_a_pipeline():
     assert not check_layout(ParallelConfig(pipeline_parallel_size=4, pipeline=fine))
 
 
+def test_message_ctas_need_messages():
+    config = ParallelConfig(pipeline=PipelineConfig(message_ctas=4))
+    (problem,) = check_layout(config)
+    assert "message_ctas=4 with pipeline_parallel_size=1" in problem
+    fine = PipelineConfig(message_ctas=4)
+    assert not check_layout(ParallelConfig(pipeline_parallel_size=2, pipeline=fine))
+
+
 def test_the_table_of_the_documentation_is_the_simulators():
     page = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\S+) \|(.*)\|$", page, re.MULTILINE)
