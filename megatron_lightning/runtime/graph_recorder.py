@@ -7,6 +7,7 @@ memory across captures").
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -37,12 +38,14 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs on a stream and in a memory pool of their own."""
+    """CUDA graphs on a stream and in a memory pool of their own. A graph goes with the last that
+    replays it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         with torch.cuda.stream(self._stream):  # cuBLAS takes its workspace outside of the pool
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.zeros(16, 16, device=device, dtype=dtype)
@@ -55,7 +58,7 @@ class CudaRecorder:
         """
         for graph in self._graphs:
             graph.reset()
-        self._graphs = []
+        self._graphs.clear()
 
     def begin(self) -> None:
         """See `Recorder.begin`. What micro-batches without graphs used is given back: graphs take
@@ -67,6 +70,8 @@ class CudaRecorder:
         self, function: Callable[[], T], generators: Sequence[torch.Generator]
     ) -> tuple[Replay, T]:
         """See `Recorder.record`. Other threads may use the device meanwhile."""
+        if not self._graphs:  # a pool ends with its graphs
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
@@ -79,7 +84,7 @@ class CudaRecorder:
                 _abandon(graph)
                 raise
             graph.capture_end()
-        self._graphs.append(graph)
+        self._graphs.add(graph)
         return graph.replay, result
 
 
