@@ -6,6 +6,13 @@ from typing import get_args
 
 from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
 
+NEVER_RUN = ("tensor_parallel_size", "expert_parallel_size")
+"""Sizes for which graphs are built, and equal on the CPU to runs without, but whose collectives
+have never been recorded with NCCL over several GPUs (tests/gpu/test_cuda_graphs.py): refused till
+then.
+"""
+_NEVER_RUN = "collectives within graphs have never been run with NCCL"
+
 
 def graph_problems(config: ParallelConfig) -> list[str]:
     """Violations that need no world size: field, value, remedy."""
@@ -59,4 +66,10 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "the host tells which of several pieces of memory a product uses; set it to None",
         ),
     )
-    return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in rules if hit]
+    untried = [
+        (value > 1, f"{name}={value}", f"{_NEVER_RUN}; set {name}=1")
+        for name in NEVER_RUN
+        if (value := getattr(config, name))
+    ]
+    found = (*rules, *untried)
+    return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in found if hit]
