@@ -9,6 +9,7 @@ sends and receives all the time. This file moves by point-to-point messages, on 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from megatron_lightning.parallel.mesh import MeshAxis
 
 SETS = 2
 """Of shared buffers, which turns use by turns."""
+_ABANDON_SECONDS = 10.0
 
 
 def shared_bytes(ranks: int, part_bytes: int) -> int:
@@ -86,8 +88,14 @@ class HoldsMemory(Protocol):
         """Give it back; each rank for itself, when nothing is under way any more."""
         ...
 
-    def abandon(self) -> None:
-        """Wait for no peer any more: one of them is gone, or is not told."""
+    def give_signals(self) -> None:
+        """Give the signals of all peers, of which one is gone or is not told, to what this device
+        runs.
+        """
+        ...
+
+    def is_idle(self) -> bool:
+        """Whether the device has nothing left to do of what may wait for a signal."""
         ...
 
 
@@ -106,10 +114,19 @@ def release_exchanges() -> None:
         exchange.release()
 
 
-def abandon_exchanges() -> None:
-    """Wait for no peer any more in any exchange, so that this process can end alone."""
-    for exchange in list(holding):
-        exchange.abandon()
+def abandon_exchanges(is_over: Callable[[], bool] = lambda: True) -> None:
+    """Wait for no peer any more in any exchange, so that this process can end alone. It ends when
+    nothing waits and `is_over` says so, or after some seconds.
+
+    Several exchanges may wait on one stream, in any order, so each gets its signals round by round.
+    """
+    waiting, until = list(holding), time.monotonic() + _ABANDON_SECONDS
+    while time.monotonic() < until:
+        if is_over() and all(exchange.is_idle() for exchange in waiting):
+            return
+        for exchange in waiting:
+            exchange.give_signals()
+        time.sleep(0.001)
 
 
 class MessageExchange:

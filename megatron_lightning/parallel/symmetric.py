@@ -9,7 +9,6 @@ before it. Multicast is not used.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ _CHANNELS = 2
 """Of a set: what is gathered, and partial sums."""
 _ALIGNMENT = 512
 _KEPT_BUFFERS = 256
-_ABANDON_SECONDS = 10.0
 
 
 class SymmetricExchange:
@@ -54,6 +52,8 @@ class SymmetricExchange:
         self._buffers: dict[Any, Tensor] = {}
         self._pads: dict[int, Tensor] = {}
         self._turns = 0
+        self._signals: Any = None
+        """A stream that waits for nothing, once it is needed."""
         self.current = torch.cuda.current_stream(device)
         """The stream of the present or last turn."""
         # Events may be recorded anew: whoever waits for one means what was recorded last.
@@ -102,10 +102,8 @@ class SymmetricExchange:
         self.handle = self._memory = None
         self.part_bytes = 0
 
-    def abandon(self) -> None:
-        """Wait for no peer any more: give the signals that kernels on this device wait for, until
-        it has nothing left to do.
-        """
+    def give_signals(self) -> None:
+        """Give those that kernels on this device may wait for, from peers that give none."""
         if self.handle is None:
             return
         numbers, own = self.axis.size * SETS * _CHANNELS, self.axis.rank
@@ -113,19 +111,18 @@ class SymmetricExchange:
             self.handle.get_signal_pad(rank, (numbers,), torch.uint32)
             for rank in range(self.axis.size)
         ]
-        until = time.monotonic() + _ABANDON_SECONDS
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # none that waits
-            while not self._is_idle() and time.monotonic() < until:
-                for number in range(numbers):
-                    _SymmetricMemory.stream_write_value32(pads[own], number, 1)
-                for channel in range(SETS * _CHANNELS):  # signals of ours that nobody takes
-                    for peer in set(range(self.axis.size)) - {own}:
-                        offset = channel * self.axis.size + own
-                        _SymmetricMemory.stream_write_value32(pads[peer], offset, 0)
-                time.sleep(0.001)
+        self._signals = self._signals or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._signals):
+            for number in range(numbers):
+                _SymmetricMemory.stream_write_value32(pads[own], number, 1)
+            for channel in range(SETS * _CHANNELS):  # signals of ours that nobody takes
+                for peer in set(range(self.axis.size)) - {own}:
+                    offset = channel * self.axis.size + own
+                    _SymmetricMemory.stream_write_value32(pads[peer], offset, 0)
 
-    def _is_idle(self) -> bool:
-        return self.current.query() and self.stream.query()
+    def is_idle(self) -> bool:
+        """Whether the streams of the turns have done all."""
+        return self.handle is None or (self.current.query() and self.stream.query())
 
     def _allocate(self, needed: int) -> None:
         self.release()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.symmetric import _SETS, _SymmetricTurn
+from megatron_lightning.parallel.symmetric import SETS, _SymmetricTurn
 
 
 def regions(size: int, rank: int, number: int, room: int) -> dict[Any, tuple[int, int, int]]:
@@ -38,12 +38,12 @@ def regions(size: int, rank: int, number: int, room: int) -> dict[Any, tuple[int
 def test_regions_are_apart_and_inside(size: int, room: int) -> None:
     """Of all ranks' writes to one rank's memory, in both turns that may be under way."""
     written: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(size)}
-    for number in range(_SETS):
+    for number in range(SETS):
         for rank in range(size):
             for owner, first, end in regions(size, rank, number, room).values():
                 written[owner].append((first, end))
     for spans in written.values():
-        assert len(spans) == _SETS * (2 * size - 1)
+        assert len(spans) == SETS * (2 * size - 1)
         spans.sort()
         assert all(end <= first for (_, end), (first, _) in zip(spans, spans[1:], strict=False))
-        assert spans[-1][1] <= _SETS * (2 * size - 1) * 2 * room
+        assert spans[-1][1] <= SETS * (2 * size - 1) * 2 * room
