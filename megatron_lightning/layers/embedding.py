@@ -161,9 +161,10 @@ def lookup(ids: Tensor, weight: Tensor, offset: int | None, *, sums: bool = Fals
 
 def _rows(ids: Tensor, weight: Tensor, *, sums: bool = False) -> Tensor:
     """`F.embedding`, with gradients summed in float32 on the CPU too: torch adds them up in the
-    weight's dtype there, in which a row that occurs often soon grows no more.
+    weight's dtype there, in which a row that occurs often soon grows no more. With `sums` rows are
+    added by themselves, unless there are more of them than the table has.
     """
-    if sums and ids.numel() and not torch.compiler.is_compiling():
+    if sums and not torch.compiler.is_compiling() and 0 < ids.numel() <= weight.shape[0]:
         return _SummedRows.apply(ids, weight)
     if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
         return _Rows.apply(ids, weight)

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 
-from megatron_lightning.layers.embedding import VocabularyEmbedding
+from megatron_lightning.layers.embedding import VocabularyEmbedding, lookup
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.models.gpt_network import GPTNetwork
@@ -138,6 +138,14 @@ def test_tables_get_the_rows_that_were_looked_up(offset: int | None, dtype: torc
         buckets.release()
     assert torch.equal(*results)
     assert results[0].any()
+
+
+@pytest.mark.parametrize("count", [0, 9, 10])
+def test_rows_are_added_by_themselves_where_that_is_less_than_the_table(count: int) -> None:
+    weight = torch.zeros(9, 4, requires_grad=True)
+    rows = lookup(torch.zeros(count, dtype=torch.int64), weight, None, sums=True)
+    assert rows.grad_fn is not None
+    assert ("SummedRows" in rows.grad_fn.name()) is (count == 9)
 
 
 class Twice(nn.Module):
