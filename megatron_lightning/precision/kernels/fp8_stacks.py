@@ -52,7 +52,8 @@ def _turn(
         row = (start + tl.arange(0, height)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-        turned = tl.trans(_limited(values, scale[None, :], limit).to(out.dtype.element_ty))
+        # Turned before it is rounded, see `fp8._cast_tile`.
+        turned = _limited(tl.trans(values), scale[:, None], limit).to(out.dtype.element_ty)
         place = out + column[:, None].to(tl.int64) * step + row[None, :]
         tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < room))
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_lightning.precision.kernels import fp8, fp8_blocks, fp8_weights
+from megatron_lightning.precision.kernels import fp8, fp8_blocks, fp8_stacks, fp8_weights
 
 height, width = fp8._TILE
 TILE = dict(by_columns=fp8._BY_COLUMNS, height=height, width=width)
@@ -48,6 +48,10 @@ for out in ("*fp8e4nv", "*fp8e5"):
     code(fp8_blocks._cast_blocks, blocks, SQUARES, 8)
     columns = dict(x="*bf16", out=out, amax="*fp32", inverses="*fp32", **SIZES)
     code(fp8_blocks._cast_columns, columns, dict(height=128, width=128), 8)
+    stacks = dict(x="*bf16", out=out, inverses="*fp32", rows="i32", columns="i32", limit="fp32")
+    tall = dict(height=fp8_stacks._HEIGHT, width=fp8_stacks._WIDTH)
+    known = stacks | dict(amax="*fp32")
+    code(fp8_stacks._cast_columns, known, dict(known=True, **tall), fp8_stacks._WARPS)
 code(fp8_weights._cast_many, TABLE, dict(element=triton.language.bfloat16, **TILE))
 """
 
@@ -57,6 +61,6 @@ def test_tiles_change_threads_as_numbers_of_16_bits() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     changed = re.findall(r"ttg\.convert_layout .*: tensor<[0-9x]*x(\w+), ", done.stdout)
-    assert done.stdout.count("module attributes") == 9
+    assert done.stdout.count("module attributes") == 11
     assert "bf16" in changed
     assert not [kind for kind in changed if kind.startswith("f8") or kind == "i8"]
