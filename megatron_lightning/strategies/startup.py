@@ -5,6 +5,7 @@ is reported.
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -182,8 +183,7 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             for row in target.plan.unused_rows(names)
         ]
         problems += check_context_parallel(network, config)
-        quantized = config.quantization is not None
-        problems += recompute_problems(network, target.plan, config.recompute, quantized=quantized)
+        problems += recompute_problems(network, target.plan, config.recompute)
         problems += quantization_problems(
             network,
             target.plan,
@@ -340,13 +340,29 @@ def end_process_group() -> None:
 def abort_groups(mesh: ParallelMesh) -> None:
     """Give up everything that runs in the groups of NCCL, or waits for the peers' memory; they are
     of no use afterwards.
+
+    Streams may wait for both in any order, so signals are given while groups are aborted.
     """
     atexit.unregister(end_process_group)
     if mesh.device.type != "cuda":
         return
-    abandon_exchanges()
-    for group in mesh.groups:
-        group._get_backend(mesh.device).abort()
+    aborted = threading.Event()
+    signals = threading.Thread(target=_abandon_exchanges, args=(aborted,), daemon=True)
+    signals.start()
+    try:
+        for group in mesh.groups:
+            group._get_backend(mesh.device).abort()
+    finally:
+        aborted.set()
+        signals.join()
+
+
+def _abandon_exchanges(aborted: threading.Event) -> None:
+    try:
+        abandon_exchanges(aborted.is_set)
+    except RuntimeError as error:  # of the device, whose kernels then wait for nothing any more
+        message = f"waits for the peers' memory couldn't be ended: {error}"
+        warn_once(message, every_rank=True)
 
 
 def is_interactive() -> bool:
