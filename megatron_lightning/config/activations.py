@@ -261,6 +261,7 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
     hidden = model.hidden_size / sizes.split_hidden
     width = element * model.ffn_hidden_size / sizes.tensor_parallel_size
     gated = model.gated_linear_unit
+    in_product = gated and model.activation == "silu" and model.clamp is None
     rows = [
         _hidden("hidden between", model, sizes, "pre_mlp_layernorm", ()),
         *_norm_rows("pre_mlp_layernorm", model, sizes, hidden, 1 / sizes.split_hidden),
@@ -275,7 +276,7 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
             bytes_per_token=width,
             kept_by=("mlp.linear_fc2",),
             enters=("mlp.linear_fc2",),
-            made_by="mlp.activation",
+            made_by="mlp.activation" if in_product else None,
         ),
     ]
     inner = 2 if gated else 0 if model.activation == "relu" and not sizes.compiled else 1
@@ -287,7 +288,7 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
         SavedTensor(
             name="activated gate",
             bytes_per_token=width * between,
-            kept_by=("mlp",),
+            kept_by=("mlp.activation",),
             pointwise=True,
         )
     )

@@ -126,7 +126,14 @@ def parallelize(
         table |= {
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }
-        apply_recompute(chunk, target.plan, config.recompute, streams=streams, device=mesh.device)
+        apply_recompute(
+            chunk,
+            target.plan,
+            config.recompute,
+            streams=streams,
+            device=mesh.device,
+            quantized=low_precision,
+        )
         graphs = _graph_and_compile(chunk, target.plan, mesh, config, streams)
     _share_tied_within_rank(chunks, target.plan)
     schedule = config.pipeline.schedule

@@ -1,14 +1,14 @@
 """Puts activation recompute and offload on a network that is cut already, by the config's choice.
 
 full: a layer's (or group's) input is kept and the rest computed again. selective: the same for
-modules by name, inside layers that keep everything else; of an activation it is the output that
-isn't kept (`layers/gated_linear.py`). offload: what a layer keeps goes to the
-CPU, on top of either.
+modules by name, inside layers that keep everything else; of an MLP's gated SiLU it is the output
+that isn't kept (`layers/gated_linear.py`). offload: what a layer keeps goes to the CPU, on top of
+either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -18,7 +18,7 @@ from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.layers.dropout import Dropout, Jitter
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.layers.mlp import Activation
+from megatron_lightning.layers.mlp import MLP, Activation
 from megatron_lightning.layers.moe import Router
 from megatron_lightning.layers.staged import LayerGroups, StagedNetwork
 from megatron_lightning.parallel.offload import Offloaded
@@ -31,6 +31,7 @@ from megatron_lightning.parallel.recompute import (
 )
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.runtime.sharded import layers_of
+from megatron_lightning.utils.logging import warn_once
 
 
 def apply_recompute(
@@ -40,11 +41,13 @@ def apply_recompute(
     *,
     streams: Streams | None,
     device: torch.device,
+    quantized: Collection[str] = (),
 ) -> None:
     """Set the regions of one chunk, in place; those of an earlier call are removed first.
 
-    `streams`: source of the chunk's dropout masks. The chunk may hold no layer (a stage of the
-    embedding or the head alone). ValueError where the config needs layers and the plan names none.
+    `streams`: source of the chunk's dropout masks. `quantized`: paths of linear layers that are to
+    run in low precision. The chunk may hold no layer (a stage of the embedding or the head alone).
+    ValueError where the config needs layers and the plan names none.
     """
     for module in network.modules():
         clear_region(module)
@@ -61,8 +64,9 @@ def apply_recompute(
         region: Region = recomputed if offloaded is None else nested(offloaded, recomputed)
         network.layer_groups = LayerGroups(config.num_layers, region)
         return
+    gates = _gates(network, config, quantized)
     for module in _recomputed_modules(network, plan, config):
-        if isinstance(module, Activation):
+        if isinstance(module, Activation) and module in gates:
             module.recomputed = True
         else:
             add_region(module, recomputed)
@@ -93,11 +97,9 @@ def _recomputed_modules(
 
 
 def recompute_problems(
-    network: nn.Module, plan: ParallelPlan, config: RecomputeConfig, *, quantized: bool = False
+    network: nn.Module, plan: ParallelPlan, config: RecomputeConfig
 ) -> list[str]:
-    """What the whole network can't do of the config, as sentences; it may be on the meta device.
-    `quantized`: its linear layers are to run in low precision.
-    """
+    """What the whole network can't do of the config, as sentences; it may be on the meta device."""
     problems = []
     if config.mode == "full" or config.offload:
         try:
@@ -119,31 +121,50 @@ def recompute_problems(
                     f"recompute.modules: {glob!r} matches no module; names in this network are"
                     f" {known}"
                 )
-        problems += _activation_problems(network, config, quantized)
     return problems
 
 
-def _activation_problems(
-    network: nn.Module, config: RecomputeConfig, quantized: bool
-) -> Iterator[str]:
-    """Of each kind the first activation that is to be recomputed and can't be."""
-    seen: set[str] = set()
+def _gates(
+    network: nn.Module, config: RecomputeConfig, quantized: Collection[str]
+) -> set[nn.Module]:
+    """Matching activations that the layer behind computes again, instead of keeping their output;
+    the first of each kind of others is named in a warning.
+    """
+    found: set[nn.Module] = set()
+    warned: set[str] = set()
     for name, module in matching_modules(network, config.modules):
-        if not isinstance(module, Activation):
+        if config.mode != "selective" or not isinstance(module, Activation):
             continue
-        after = network.get_submodule(name.rpartition(".")[0] + ".linear_fc2")
-        why = ""
-        if not module.can_be_recomputed:
-            why = "it is none of gated SiLU"
-        elif type(after) is not Linear:
-            why = f"a {type(after).__name__} of this back end stands behind it"
-        elif after.adapters is not None:
-            why = "adapters stand beside the layer behind it"
-        elif quantized:
-            why = "the layer behind it keeps its input in low precision"
-        if why and why not in seen:
-            seen.add(why)
-            yield f"recompute.modules: {name} can't be recomputed: {why}; name 'mlp' in its place"
+        why = _kept_output(network, name, module, quantized)
+        if why is None:
+            found.add(module)
+        elif why not in warned:
+            warned.add(why)
+            warn_once(
+                f"recompute.modules: {name} is computed again like any module, but its output is"
+                f" kept all the same, since {why}; name 'mlp' to keep neither"
+            )
+    return found
+
+
+def _kept_output(
+    network: nn.Module, name: str, activation: Activation, quantized: Collection[str]
+) -> str | None:
+    """Why the layer behind an activation has to keep what it is given; None: it has not."""
+    path = name.rpartition(".")[0]
+    mlp = network.get_submodule(path)
+    if not isinstance(mlp, MLP) or type(mlp).forward is not MLP.forward:
+        return f"{type(mlp).__name__} has a forward of its own"
+    if not activation.can_be_recomputed:
+        return "it is none of gated SiLU"
+    after = mlp.linear_fc2
+    if type(after) is not Linear:
+        return f"a {type(after).__name__} of this back end stands behind it"
+    if after.adapters is not None:
+        return "adapters stand beside the layer behind it"
+    if f"{path}.linear_fc2".removeprefix(".") in quantized:
+        return "the layer behind it runs in low precision"
+    return None
 
 
 def _has_groups(config: RecomputeConfig) -> bool:

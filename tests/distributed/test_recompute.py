@@ -147,21 +147,30 @@ def test_bitwise_without_the_mlps_products(layout: str) -> None:
     assert_bitwise(ranks, plain(layout))
 
 
+FP8 = QuantizationConfig(recipe="fp8_tensorwise", simulate=True, keep_first=1, keep_last=0)
+
+
+@pytest.mark.parametrize("modules", [["mlp.activation"], ["mlp.*"]])
 @pytest.mark.parametrize(
-    ("changes", "layout", "words"),
+    ("changes", "layout"),
     [
-        (dict(gated_linear_unit=False, activation="gelu"), {}, "none of gated SiLU"),
-        ({}, dict(quantization=QuantizationConfig(recipe="fp8_tensorwise")), "low precision"),
+        (dict(gated_linear_unit=False, activation="gelu"), {}),
+        ({}, dict(quantization=FP8)),
     ],
+    ids=["gelu", "fp8"],
 )
-def test_activations_that_cannot_be_recomputed_are_refused(
-    changes: dict[str, Any], layout: dict[str, Any], words: str
+def test_bitwise_where_products_are_kept(
+    changes: dict[str, Any], layout: dict[str, Any], modules: list[str]
 ) -> None:
-    form = RecomputeConfig(mode="selective", modules=["mlp.activation"])
-    run = Run(config=tiny_config(**changes), layout=layout | {"recompute": form}, steps=1)
-    with pytest.raises(RankError, match=words) as caught:
-        run_ranks_fresh(train, 1, run)
-    assert str(caught.value).count("can't be recomputed") == 1
+    """What no layer behind can compute again is a region like any module."""
+    form = RecomputeConfig(mode="selective", modules=modules)
+    runs = [
+        Run(config=tiny_config(num_layers=2, **changes), layout=layout | more, steps=2)
+        for more in ({}, {"recompute": form})
+    ]
+    want, got = (run_ranks_fresh(train, 1, run) for run in runs)
+    assert got[0]["losses"] == want[0]["losses"]
+    assert got[0]["norms"] == want[0]["norms"]
 
 
 def test_wrong_settings_are_explained_together() -> None:

@@ -1,6 +1,7 @@
 """Regions: what they keep, how they nest, that copies keep them, and that they can be undone."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lightning.config import ParallelPlan, RecomputeConfig
+from megatron_lightning.config import GPTConfig, ParallelPlan, RecomputeConfig
+from megatron_lightning.layers.linear import Linear
+from megatron_lightning.layers.mlp import MLP, Activation
 from megatron_lightning.layers.staged import StagedNetwork
+from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.parallel.offload import Offloaded
 from megatron_lightning.parallel.recompute import (
     add_region,
@@ -151,6 +155,55 @@ def test_problems_name_what_is_there() -> None:
     [problem] = recompute_problems(plain, ParallelPlan(), wrong)
     assert "'gelu' matches no module" in problem
     assert "'act', 'down', 'up'" in problem
+
+
+class Own(nn.Module):
+    """A user's module around the zoo's activation."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.activation = Activation(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.up(x).unflatten(-1, (2, WIDTH)))
+
+
+def test_activations_are_recomputed_by_the_layer_behind_or_by_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = GPTConfig(num_layers=2, hidden_size=WIDTH, num_attention_heads=4, vocab_size=32)
+    network = nn.ModuleDict(
+        {name: MLP(config, TorchBackend()) for name in ("plain", "low", "adapted")}
+    )
+    network["gelu"] = MLP(dataclasses.replace(config, activation="gelu"), TorchBackend())
+    network["own"] = Own(config)
+    adapted = network.get_submodule("adapted.linear_fc2")
+    assert isinstance(adapted, Linear)
+    adapted.adapters = nn.Identity()
+    form = RecomputeConfig(mode="selective", modules=["activation"])
+    assert not recompute_problems(network, ParallelPlan(), form)
+    apply_recompute(
+        network,
+        ParallelPlan(),
+        form,
+        streams=None,
+        device=torch.device("cpu"),
+        quantized={"low.linear_fc2"},
+    )
+    found = {
+        name.partition(".")[0]: (module.recomputed, type(module) is not Activation)
+        for name, module in network.named_modules()
+        if isinstance(module, Activation)
+    }
+    assert found.pop("plain") == (True, False)
+    assert set(found) == {"low", "adapted", "gelu", "own"}
+    assert set(found.values()) == {(False, True)}
+    for words in ("low precision", "adapters", "none of gated SiLU", "Own has a forward"):
+        assert words in caplog.text
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    network["own"](x).sum().backward()
+    assert x.grad is not None
 
 
 def test_offload_copies_a_storage_once_and_leaves_weights() -> None:
