@@ -49,7 +49,7 @@ class Overlap:
         whole = exchange if same else announced(axis, Collectives.kind) or Collectives(axis)
         assert isinstance(whole, Collectives)
         for one in (exchange, whole):
-            exchanges[_name(axis, one.kind)] = one
+            announce(one)
         return cls(size=axis.size, exchange=exchange, whole=whole, least_bytes=least_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Overlap:
@@ -69,6 +69,11 @@ class Overlap:
         large = part_elements * dtype.itemsize >= self.least_bytes
         way = self.exchange if large else self.whole
         return _name(way.axis, way.kind)
+
+
+def announce(exchange: Exchange | Collectives) -> None:
+    """Let others find an exchange, as long as somebody holds it."""
+    exchanges[_name(exchange.axis, exchange.kind)] = exchange
 
 
 def announced(axis: MeshAxis, *kinds: str) -> Exchange | Collectives | None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from megatron_lightning.parallel.exchange import Exchange, MessageExchange
 from megatron_lightning.parallel.mesh import LanedAxis, MeshAxis
 from megatron_lightning.parallel.overlap import Overlap, announced
+from megatron_lightning.parallel.peer_memory import Refusal, shared_memory
 from megatron_lightning.parallel.whole_products import Collectives
-from megatron_lightning.utils.env import peer_access_is_off, provide
 from megatron_lightning.utils.logging import say_once, warn_once
 
 LEAST_BYTES_ON_GPU = 4 << 20
 """Parts of a sequence below this are on their way for less time than it takes to launch the work
 that would hide them."""
-_NO_MEMORY = "collectives, since memory can't be shared"
-"""Of an axis where that has been tried; it is not tried again for the next chunk of layers."""
 
 
 def choose_overlap(
@@ -38,70 +31,30 @@ def choose_overlap(
         return None
     if wanted is False:
         return Overlap.of(announced(axis, Collectives.kind) or Collectives(axis))
-    least = LEAST_BYTES_ON_GPU if device.type == "cuda" else 0
-    found = announced(axis, "memory", "messages" if wanted else _NO_MEMORY)
-    if found is not None:
-        return Overlap.of(found, least_bytes=least)
     exchange: Exchange | Collectives | None = None
     if device.type == "cuda":
-        exchange = _symmetric(axis, device, timeout_seconds, tell=warn_once if wanted else say_once)
-    if exchange is None:
-        exchange = MessageExchange(axis) if wanted else Collectives(axis, _NO_MEMORY)
-    return Overlap.of(exchange, least_bytes=least)
+        exchange = _through_memory(axis, device, timeout_seconds, wanted=wanted is True)
+    if exchange is None and wanted:
+        exchange = announced(axis, MessageExchange.kind) or MessageExchange(axis)
+    return Overlap.of(
+        exchange or announced(axis, Collectives.kind) or Collectives(axis),
+        least_bytes=LEAST_BYTES_ON_GPU if device.type == "cuda" else 0,
+    )
 
 
-def _symmetric(
-    axis: MeshAxis, device: torch.device, timeout_seconds: float, tell: Callable[[str], None]
+def _through_memory(
+    axis: MeshAxis, device: torch.device, timeout_seconds: float, *, wanted: bool
 ) -> Exchange | None:
-    """An exchange through the peers' memory, tried once, or None on all ranks. What is known
-    beforehand to speak against it is told by `tell`, a failed trial is warned of.
+    """An exchange through the peers' memory, or None on all ranks. That it can't be is told where
+    it was asked for, and a failed trial is warned of.
     """
-    reasons = _agree(axis, _why_not(axis, device))
-    if not reasons:
-        provide(override=False, TORCH_SYMM_MEM_DISABLE_MULTICAST="1")  # it is not used
-        exchange, reason = _try(axis, device, timeout_seconds)
-        reasons = _agree(axis, reason)
-        if not reasons:
-            return exchange
-        tell = warn_once
+    found = shared_memory(axis, device, timeout_seconds)
+    if not isinstance(found, Refusal):
+        return found
+    tell = warn_once if wanted or found.tried else say_once
     tell(
         "overlap of tensor parallelism: the GPUs can't write to each other's memory"
-        f" ({reasons[0]}), so parts of the sequence are not moved that way; with"
+        f" ({found.reason}), so parts of the sequence are not moved that way; with"
         " runtime.overlap_tensor_parallel=True they are sent as messages"
     )
     return None
-
-
-def _try(
-    axis: MeshAxis, device: torch.device, timeout_seconds: float
-) -> tuple[Exchange | None, str | None]:
-    try:
-        from megatron_lightning.parallel.symmetric import SymmetricExchange
-
-        exchange = SymmetricExchange(axis, device, timeout_seconds=timeout_seconds)
-        exchange.try_out()
-    except (ImportError, AttributeError, RuntimeError) as error:
-        return None, str(error).strip().split("\n")[0] or type(error).__name__
-    return exchange, None
-
-
-def _why_not(axis: MeshAxis, device: torch.device) -> str | None:
-    """What all ranks know before they try."""
-    rows: list[Any] = [None] * axis.size
-    dist.all_gather_object(rows, (socket.gethostname(), device.index), group=axis.group)
-    if peer_access_is_off():
-        return "NCCL_P2P_DISABLE or NCCL_P2P_LEVEL forbids it"
-    if len({host for host, _ in rows}) > 1:
-        return f"axis {axis.name} reaches over several hosts"
-    for _, index in rows:
-        known = index is not None and index < torch.cuda.device_count() and index != device.index
-        if known and not torch.cuda.can_device_access_peer(device, index):
-            return f"no peer access from GPU {device.index} to {index}"
-    return None
-
-
-def _agree(axis: MeshAxis, reason: str | None) -> list[str]:
-    """The reasons of all ranks."""
-    reasons: list[Any] = [None] * axis.size
-    dist.all_gather_object(reasons, reason, group=axis.group)
-    return [one for one in reasons if one is not None]

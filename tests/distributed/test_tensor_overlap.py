@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config.plan import Gradient, ParallelPlan, column, follows, replicated, row
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.parallel import overlap_choice
+from megatron_lightning.parallel import peer_memory
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.exchange import MessageExchange
 from megatron_lightning.parallel.main_gradient import announce
@@ -239,13 +239,17 @@ def _choices(rank: int, size: int) -> None:
     assert choose(cpu, wanted=False).exchange is plain.exchange
     del messages
     tried: list[MeshAxis] = []
-    with patch.object(overlap_choice, "_symmetric", lambda axis, *_, **__: tried.append(axis)):
+
+    def fail(axis: MeshAxis, *_: Any) -> tuple[None, str]:
+        tried.append(axis)
+        return None, "no way"
+
+    with patch.object(peer_memory, "_try", fail):
         first, second = choose(gpu, wanted=None), choose(gpu, wanted=None)
     assert first is not None
     assert second is not None
     assert first.exchange is second.exchange
-    assert first.exchange is not plain.exchange
-    assert isinstance(first.exchange, Collectives)
+    assert first.exchange is plain.exchange
     assert tried == [axis]
 
 
@@ -255,7 +259,7 @@ def test_what_is_chosen() -> None:
 
 def test_forbidden_access_between_gpus_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    monkeypatch.setattr(overlap_choice.dist, "all_gather_object", lambda *_, **__: None)
-    reason = overlap_choice._why_not(MeshAxis(name="tp", size=2), torch.device("cuda", 0))
+    monkeypatch.setattr(peer_memory.dist, "all_gather_object", lambda *_, **__: None)
+    reason = peer_memory._why_not(MeshAxis(name="tp", size=2), torch.device("cuda", 0))
     assert reason is not None
     assert "NCCL_P2P_DISABLE" in reason

@@ -1,13 +1,12 @@
 """By what way context ranks exchange heads, and that shared memory is given back at the end."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_lightning.config import ContextConfig
-from megatron_lightning.parallel import context_neighbours
+from megatron_lightning.parallel import context_neighbours, peer_memory
 from megatron_lightning.parallel.context_neighbours import neighbours
 from megatron_lightning.parallel.exchange import holding, release_exchanges
 from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
@@ -18,6 +17,7 @@ class Memory:
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
+        self.kind = "memory"
         self.released = 0
         holding.add(self)
 
@@ -41,18 +41,23 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Trials:
         trials.append(f"{axis.name} {seconds}")
         return (Memory(axis) if trials.reason is None else None), trials.reason
 
-    monkeypatch.setattr(context_neighbours, "_why_not", lambda axis, device: None)
-    monkeypatch.setattr(context_neighbours, "_try", attempt)
-    monkeypatch.setattr(
-        context_neighbours, "_agree", lambda axis, reason: [] if reason is None else [reason]
-    )
-    monkeypatch.setattr(context_neighbours, "provide", lambda **settings: None)
+    monkeypatch.setattr(peer_memory, "_why_not", lambda axis, device: None)
+    monkeypatch.setattr(peer_memory, "_try", attempt)
+    monkeypatch.setattr(peer_memory, "_agree", lambda axis, reason: reason)
+    monkeypatch.setattr(peer_memory, "provide", lambda **settings: None)
     return trials
+
+
+class Group:
+    """In place of a process group."""
+
+    def __init__(self, name: str) -> None:
+        self.group_name = name
 
 
 def place(device: str, group: str) -> ParallelMesh:
     single = ParallelMesh.single(device)
-    cp = MeshAxis(name="cp", size=2, ranks=(0, 1), group=SimpleNamespace(group_name=group))
+    cp = MeshAxis(name="cp", size=2, ranks=(0, 1), group=Group(group))
     return replace(single, axes={**single.axes, "cp": cp})
 
 
@@ -80,6 +85,8 @@ def test_memory_that_cannot_be_shared(tried: Trials, monkeypatch: pytest.MonkeyP
     warnings: list[str] = []
     monkeypatch.setattr(context_neighbours, "warn_once", warnings.append)
     tried.reason = "no way"
-    found = neighbours(place("cuda:0", "three"), ContextConfig(form="all_to_all"), 7.0)
-    assert found.memory is None
-    assert "memory (no way), so heads are exchanged by collectives" in warnings[0]
+    mesh = place("cuda:0", "three")
+    for _ in range(2):  # chunks of layers
+        assert neighbours(mesh, ContextConfig(form="all_to_all"), 7.0).memory is None
+        assert "memory (no way), so heads are exchanged by collectives" in warnings.pop()
+    assert tried == ["cp 7.0"]
