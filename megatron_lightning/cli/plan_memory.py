@@ -143,7 +143,9 @@ def outside_bytes(request: PlanRequest) -> int:
     tokens = request.seq_length * request.micro_batch_size
     tokens = tokens // (tensor * parallel.context_parallel_size)
     part = tokens * request.model.hidden_size * policy_for(request.precision).params_dtype.itemsize
-    return RESERVED_BYTES + (shared_bytes(tensor, part) if part >= LEAST_BYTES_ON_GPU else 0)
+    return RESERVED_BYTES + (
+        shared_bytes(tensor, part, sums=True) if part >= LEAST_BYTES_ON_GPU else 0
+    )
 
 
 def state_dtypes(request: PlanRequest) -> StateDtypes:

@@ -14,7 +14,7 @@ def neighbours(mesh: ParallelMesh, config: ContextConfig, timeout_seconds: float
     axis = mesh.cp
     if mesh.device.type != "cuda" or not config.peer_memory or config.head_groups > 1:
         return announced(axis)
-    found = shared_memory(axis, mesh.device, timeout_seconds)
+    found = shared_memory(axis, mesh.device, timeout_seconds, sums=False)
     if not isinstance(found, Refusal):
         return announced(axis, found)
     warn_once(

@@ -25,11 +25,16 @@ SETS = 2
 _ABANDON_SECONDS = 10.0
 
 
-def shared_bytes(ranks: int, part_bytes: int) -> int:
-    """Memory that each rank shares with the others for parts of this size: of each set, all ranks'
-    parts, and the partial sums of the others.
+def shared_parts(ranks: int, *, sums: bool) -> int:
+    """Parts that a set has room for: those of all ranks, and with `sums` the partial sums of the
+    others.
     """
-    return SETS * (2 * ranks - 1) * part_bytes
+    return 2 * ranks - 1 if sums else ranks
+
+
+def shared_bytes(ranks: int, part_bytes: int, *, sums: bool) -> int:
+    """Memory that each rank shares with the others for parts of this size."""
+    return SETS * shared_parts(ranks, sums=sums) * part_bytes
 
 
 class Turn(Protocol):

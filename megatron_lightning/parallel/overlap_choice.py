@@ -48,7 +48,7 @@ def _through_memory(
     """An exchange through the peers' memory, or None on all ranks. That it can't be is told where
     it was asked for, and a failed trial is warned of.
     """
-    found = shared_memory(axis, device, timeout_seconds)
+    found = shared_memory(axis, device, timeout_seconds, sums=True)
     if not isinstance(found, Refusal):
         return found
     tell = warn_once if wanted or found.tried else say_once

@@ -35,29 +35,32 @@ _refusals: weakref.WeakKeyDictionary[Any, Refusal] = weakref.WeakKeyDictionary()
 
 
 def shared_memory(
-    axis: MeshAxis, device: torch.device, timeout_seconds: float
+    axis: MeshAxis, device: torch.device, timeout_seconds: float, *, sums: bool
 ) -> SymmetricExchange | Refusal:
     """The exchange of an axis through the peers' memory, or why there is none. Every rank of the
     axis must call it; whoever uses the exchange holds it.
+
+    `sums`: whether partial sums are sent too, for all that use the axis alike.
     """
     found: Any = announced(axis, "memory") or _refusals.get(axis.group)
     if found is None:
-        found = _tried(axis, device, timeout_seconds)
+        found = _tried(axis, device, timeout_seconds, sums)
         if isinstance(found, Refusal):
             _refusals[axis.group] = found
         else:
             announce(found)
+    assert isinstance(found, Refusal) or found.sums is sums
     return found
 
 
 def _tried(
-    axis: MeshAxis, device: torch.device, timeout_seconds: float
+    axis: MeshAxis, device: torch.device, timeout_seconds: float, sums: bool
 ) -> SymmetricExchange | Refusal:
     reason = _agree(axis, _why_not(axis, device))
     if reason is not None:
         return Refusal(reason=reason, tried=False)
     provide(override=False, TORCH_SYMM_MEM_DISABLE_MULTICAST="1")  # it is not used
-    exchange, reason = _try(axis, device, timeout_seconds)
+    exchange, reason = _try(axis, device, timeout_seconds, sums)
     reason = _agree(axis, reason)
     if reason is not None:
         return Refusal(reason=reason, tried=True)
@@ -66,12 +69,12 @@ def _tried(
 
 
 def _try(
-    axis: MeshAxis, device: torch.device, timeout_seconds: float
+    axis: MeshAxis, device: torch.device, timeout_seconds: float, sums: bool
 ) -> tuple[SymmetricExchange | None, str | None]:
     try:
         from megatron_lightning.parallel.symmetric import SymmetricExchange
 
-        exchange = SymmetricExchange(axis, device, timeout_seconds=timeout_seconds)
+        exchange = SymmetricExchange(axis, device, timeout_seconds=timeout_seconds, sums=sums)
         exchange.try_out()
     except (ImportError, AttributeError, RuntimeError) as error:
         return None, str(error).strip().split("\n")[0] or type(error).__name__

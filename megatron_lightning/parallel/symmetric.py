@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed._symmetric_memory import _SymmetricMemory
 
-from megatron_lightning.parallel.exchange import SETS, Turn, holding, shared_bytes
+from megatron_lightning.parallel.exchange import SETS, Turn, holding, shared_bytes, shared_parts
 from megatron_lightning.parallel.mesh import MeshAxis
 
 _CHANNELS = 2
@@ -36,6 +36,7 @@ class SymmetricExchange:
         *,
         timeout_seconds: float = 600.0,
         writes: bool = False,
+        sums: bool = True,
     ) -> None:
         self.axis = axis
         self.device = device
@@ -43,6 +44,8 @@ class SymmetricExchange:
         self.writes = writes
         """Whether signals are sent by the stream itself, which needs no room beside a product;
         False: by a small kernel, as whole training steps have been run."""
+        self.sums = sums
+        """Whether there is room for partial sums too; False: for what is gathered alone."""
         self.timeout_ms = round(1000 * timeout_seconds)
         """A signal that takes longer ends the process."""
         self.handle: Any = None
@@ -127,7 +130,7 @@ class SymmetricExchange:
     def _allocate(self, needed: int) -> None:
         self.release()
         self.part_bytes = -(-needed // _ALIGNMENT) * _ALIGNMENT
-        size = shared_bytes(self.axis.size, self.part_bytes)
+        size = shared_bytes(self.axis.size, self.part_bytes, sums=self.sums)
         # Not from a pool, where the beginning of the memory would have to be looked for.
         self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device)
         self.handle = _SymmetricMemory.rendezvous(self._memory, self.axis.group.group_name)
@@ -168,7 +171,7 @@ class _SymmetricTurn:
         self._shape, self._dtype = shape, dtype
         self._numel = shape[0] * shape[1]
         room = exchange.part_bytes // dtype.itemsize
-        self._gather_at = number * (2 * self._size - 1) * room
+        self._gather_at = number * shared_parts(self._size, sums=exchange.sums) * room
         self._sums_at = self._gather_at + self._size * room
         self._room = room
         self._channel = number * _CHANNELS
@@ -228,6 +231,7 @@ class _SymmetricTurn:
 
     def send(self, step: int, partial: Tensor) -> None:
         exchange, rank, size = self._exchange, self._rank, self._size
+        assert exchange.sums
         channel, peer = self._channel + 1, (rank + step) % size
         exchange.follow()
         torch.cuda.set_stream(exchange.stream)

@@ -28,7 +28,7 @@ def _steps(rank: int, size: int, directory: str, writes: bool, batch: int) -> No
     modules = symmetric, context_memory
     before = [dict(vars(module)) for module in modules]
     try:
-        memory: Any = _exchange(axis, directory, writes)
+        memory: Any = _exchange(axis, directory, writes, sums=False)
         memory.part_bytes = 4096
         vars(context_memory).update(torch=vars(symmetric)["torch"])
         ranks = announced(axis, memory)

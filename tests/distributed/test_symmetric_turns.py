@@ -80,7 +80,7 @@ def _write(pad: Tensor, offset: int, value: int) -> None:
     pad[offset] = value
 
 
-def _exchange(axis: MeshAxis, directory: str, writes: bool) -> SymmetricExchange:
+def _exchange(axis: MeshAxis, directory: str, writes: bool, sums: bool = True) -> SymmetricExchange:
     stream = Stream()
     stand_in = SimpleNamespace(
         Stream=Stream,
@@ -91,7 +91,9 @@ def _exchange(axis: MeshAxis, directory: str, writes: bool) -> SymmetricExchange
     )
     vars(symmetric)["torch"] = SimpleNamespace(**{**vars(torch), "cuda": stand_in})
     vars(symmetric)["_SymmetricMemory"] = SimpleNamespace(stream_write_value32=_write)
-    exchange = SymmetricExchange(axis, torch.device("cpu"), timeout_seconds=20, writes=writes)
+    exchange = SymmetricExchange(
+        axis, torch.device("cpu"), timeout_seconds=20, writes=writes, sums=sums
+    )
     exchange.handle, exchange.part_bytes = Handle(axis, directory), 512
     return exchange
 
@@ -161,3 +163,20 @@ def test_a_rank_that_ends_alone_waits_for_no_signal(
         vars(symmetric).update(before)
     assert pads[1][:8].tolist() == [1] * 8
     assert pads[0][:8].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("sums", "parts"), [(True, 2 * 5), (False, 2 * 3)])
+def test_room_is_made_for_what_is_used(sums: bool, parts: int, tmp_path: Path) -> None:
+    before = dict(vars(symmetric))
+    axis = MeshAxis(name="tp", size=3, ranks=(0, 1, 2), group=SimpleNamespace(group_name="tp"))
+    try:
+        exchange = _exchange(axis, str(tmp_path), writes=False, sums=sums)
+        memory = SimpleNamespace(
+            empty_strided_p2p=lambda size, *_: torch.empty(size, dtype=torch.uint8),
+            rendezvous=lambda memory, group: object(),
+        )
+        vars(symmetric)["_SymmetricMemory"] = memory
+        exchange.begin(2, 256, torch.float32)
+        assert exchange.held_bytes == parts * 2048
+    finally:
+        vars(symmetric).update(before)

@@ -15,7 +15,8 @@ from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
 class Memory:
     """In place of an exchange through symmetric memory."""
 
-    def __init__(self, axis: MeshAxis) -> None:
+    def __init__(self, axis: MeshAxis, sums: bool) -> None:
+        self.sums = sums
         self.axis = axis
         self.kind = "memory"
         self.released = 0
@@ -37,9 +38,11 @@ class Trials(list[str]):
 def tried(monkeypatch: pytest.MonkeyPatch) -> Trials:
     trials = Trials()
 
-    def attempt(axis: MeshAxis, device: Any, seconds: float) -> tuple[Memory | None, str | None]:
+    def attempt(
+        axis: MeshAxis, device: Any, seconds: float, sums: bool
+    ) -> tuple[Memory | None, str | None]:
         trials.append(f"{axis.name} {seconds}")
-        return (Memory(axis) if trials.reason is None else None), trials.reason
+        return (Memory(axis, sums) if trials.reason is None else None), trials.reason
 
     monkeypatch.setattr(peer_memory, "_why_not", lambda axis, device: None)
     monkeypatch.setattr(peer_memory, "_try", attempt)
@@ -65,6 +68,7 @@ def test_one_memory_for_all_layers_is_released(tried: Trials) -> None:
     mesh, config = place("cuda:0", "one"), ContextConfig(form="all_to_all")
     first, second = (neighbours(mesh, config, 7.0) for _ in range(2))
     memory: Any = first.memory
+    assert not memory.sums
     assert first is second
     assert tried == ["cp 7.0"]
     release_exchanges()
