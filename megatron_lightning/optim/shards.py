@@ -23,7 +23,7 @@ from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.precision.masters import Unrounded, unrounded_values
+from megatron_lightning.precision.masters import Agree, Unrounded, still_initial
 
 
 @dataclass(eq=False)
@@ -112,9 +112,11 @@ class ParameterShards:
         fp8: Collection[str] = (),
         tensor: MeshAxis | None = None,
         initial: Unrounded | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self._buckets = buckets
         self._initial: Unrounded = initial or {}
+        self._agree = agree
         self._dtype = dtype
         self._offload = offload
         self._fp8 = frozenset(fp8)
@@ -159,15 +161,23 @@ class ParameterShards:
     def extend(self) -> None:
         """Take in buckets that were added since (parameters that were unfrozen)."""
         taken = {made.bucket for made in self._made}
-        for bucket in self._buckets.buckets:
-            if bucket not in taken:
-                made = self._make(bucket)
-                self._made.append(made)
-                self._bucket_of |= {slot.name: made for slot in bucket.slots}
-                self.ranges |= {slot.name: slot.own_range for slot in bucket.slots}
+        new = [bucket for bucket in self._buckets.buckets if bucket not in taken]
+        # Every rank asks of all parameters, whether it updates parts of them or not.
+        rounded = [
+            slot.parameter
+            for bucket in new
+            for slot in bucket.slots
+            if self._dtype not in (None, slot.parameter.dtype)
+        ]
+        exact = still_initial(rounded, self._initial, self._agree)
+        for bucket in new:
+            made = self._make(bucket, exact)
+            self._made.append(made)
+            self._bucket_of |= {slot.name: made for slot in bucket.slots}
+            self.ranges |= {slot.name: slot.own_range for slot in bucket.slots}
 
     @torch.no_grad()
-    def _make(self, bucket: Bucket) -> ParameterBucket:
+    def _make(self, bucket: Bucket, exact: Unrounded) -> ParameterBucket:
         first = bucket.slots[0].parameter
         data = torch.zeros(bucket.data.numel(), dtype=first.dtype, device=first.device)
         for slot in bucket.slots:
@@ -197,10 +207,8 @@ class ParameterShards:
             if low < high:
                 begin = slot.begin + low - start
                 part = made.masters[begin : begin + high - low]
-                if made.has_copies and dtype is not own.dtype:
-                    exact = unrounded_values(slot.parameter, self._initial)
-                    if exact is not None:
-                        part.copy_(exact.flatten()[low:high])
+                if slot.parameter in exact:
+                    part.copy_(exact[slot.parameter]().flatten()[low:high])
                 # A scalar stays one: optimizers tell counts from state by their dims.
                 made.parts[slot.name] = Parameter(part if slot.parameter.dim() else part.view(()))
         spans = [

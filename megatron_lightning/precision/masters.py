@@ -7,7 +7,7 @@ parameters listed in them are exchanged (mixed-precision training with master we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,27 @@ Unrounded = Mapping[Parameter, Callable[[], Tensor]]
 """How to draw a parameter's initial values again, before they were rounded to its dtype."""
 
 
+Agree = Callable[[Tensor], None]
+"""Gives a tensor, in place, the least values that ranks have which hold parts of the same
+parameters."""
+
+
 @torch.no_grad()
-def unrounded_values(parameter: Parameter, initial: Unrounded) -> Tensor | None:
-    """The parameter's values before they were rounded; None where it holds others than its
-    initial ones, as after weights were loaded.
+def still_initial(
+    parameters: Iterable[Parameter], initial: Unrounded, agree: Agree | None = None
+) -> Unrounded:
+    """`initial` of those parameters whose values are the initial ones in all parts, also those of
+    other ranks; left out are such as were loaded or changed. All ranks call it with corresponding
+    parameters; `agree` is called once, or nowhere.
     """
-    if parameter not in initial:
-        return None
-    drawn = initial[parameter]()
-    return drawn if torch.equal(drawn.to(parameter.dtype), parameter) else None
+    known = [parameter for parameter in dict.fromkeys(parameters) if parameter in initial]
+    if not known:
+        return {}
+    verdicts = torch.stack([(initial[p]().to(p.dtype) == p).all() for p in known]).int()
+    if agree is not None:
+        agree(verdicts)
+    same = verdicts.tolist()
+    return {p: initial[p] for p, verdict in zip(known, same, strict=True) if verdict}
 
 
 class MasterParameters:
@@ -46,8 +58,10 @@ class MasterParameters:
         *,
         dtype: torch.dtype = torch.float32,
         initial: Unrounded | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self._initial: Unrounded = initial or {}
+        self._agree = agree
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._names = {parameter: name for name, parameter in named_parameters.items()}
         self._dtype = dtype
@@ -59,11 +73,16 @@ class MasterParameters:
         are none.
         """
         masters = set(self._master_of.values())
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for i, parameter in enumerate(group["params"]):
-                    if parameter not in masters and self._needs_master(parameter):
-                        group["params"][i] = self._adopt(optimizer, parameter)
+        found = [
+            (optimizer, group["params"], i, parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for i, parameter in enumerate(group["params"])
+            if parameter not in masters and self._needs_master(parameter)
+        ]
+        exact = still_initial((parameter for *_, parameter in found), self._initial, self._agree)
+        for optimizer, members, i, parameter in found:
+            members[i] = self._adopt(optimizer, parameter, exact)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -118,7 +137,7 @@ class MasterParameters:
     def _needs_master(self, parameter: Parameter) -> bool:
         return parameter.is_floating_point() and parameter.dtype is not self._dtype
 
-    def _adopt(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
+    def _adopt(self, optimizer: Optimizer, parameter: Parameter, exact: Unrounded) -> Parameter:
         if parameter not in self._names:
             raise ValueError(
                 "configure_optimizers: an optimizer holds a parameter of shape"
@@ -127,8 +146,7 @@ class MasterParameters:
             )
         master = self._master_of.get(parameter)
         if master is None:
-            exact = unrounded_values(parameter, self._initial)
-            values = parameter.detach() if exact is None else exact
+            values = exact[parameter]() if parameter in exact else parameter.detach()
             master = Parameter(values.to(self._dtype), requires_grad=parameter.requires_grad)
             self._master_of[parameter] = master
         if parameter in optimizer.state:

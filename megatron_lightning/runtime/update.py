@@ -20,6 +20,7 @@ from megatron_lightning.optim.clip import global_grad_norm
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.local_parts import LocalParts
 from megatron_lightning.optim.shards import ParameterShards
+from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients
 from megatron_lightning.parallel.mesh import ParallelMesh
@@ -76,6 +77,7 @@ class ParameterUpdate:
                 fp8=() if model.quantization is None else model.quantization.gathered,
                 tensor=mesh.tp,
                 initial=model.initial_values,
+                agree=self._agree,
             )
         if shards is not None:
             self.distributed = DistributedOptimizer(
@@ -91,6 +93,7 @@ class ParameterUpdate:
                 model.parameters,
                 dtype=policy.main_params_dtype,
                 initial=model.initial_values,
+                agree=self._agree,
             )
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
@@ -107,6 +110,12 @@ class ParameterUpdate:
         self._tail: TailNorms | None = None
         if self._folded is not None and isinstance(model.buckets, GradientBuckets):
             self._tail = TailNorms(model.buckets)
+
+    def _agree(self, verdicts: Tensor) -> None:
+        """The least of all ranks that hold parts of this stage's parameters."""
+        axes = {axis.ranks: axis for axis in (self._mesh.axis("ep_etp"), self._mesh.tp)}
+        for axis in axes.values():
+            all_reduce_(verdicts, axis, "min")
 
     def _copies(self) -> Mapping[Parameter, Tensor]:
         """The weight, or part of one, that each master is rounded to."""

@@ -10,7 +10,7 @@ from megatron_lightning.optim.build import build_optimizer
 from megatron_lightning.optim.schedules import build_schedule
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.precision.masters import MasterParameters, unrounded_values
+from megatron_lightning.precision.masters import MasterParameters, still_initial
 
 
 def network() -> nn.Module:
@@ -186,5 +186,20 @@ def test_masters_begin_unrounded_unless_other_weights_were_loaded() -> None:
     held = MasterParameters(optimizer, {"a": a, "b": b}, initial=initial).named_masters()
     assert torch.equal(held["a"], drawn["a"])
     assert torch.equal(held["b"], b.float())
-    assert unrounded_values(b, initial) is None
-    assert unrounded_values(b, {}) is None
+    assert list(still_initial([b, a, a], initial)) == [a]
+    assert not still_initial([a], {})
+
+
+def test_parts_of_other_ranks_decide_too() -> None:
+    drawn = torch.randn(50)
+    a, b = (torch.nn.Parameter(drawn.bfloat16()) for _ in range(2))
+    initial = {a: drawn.clone, b: drawn.clone}
+
+    def agree(verdicts: torch.Tensor) -> None:  # another rank has changed its part of b
+        verdicts.mul_(torch.tensor([1, 0]))
+
+    optimizer = torch.optim.SGD([a, b], lr=0.1)
+    masters = MasterParameters(optimizer, {"a": a, "b": b}, initial=initial, agree=agree)
+    held = masters.named_masters()
+    assert torch.equal(held["a"], drawn)
+    assert torch.equal(held["b"], b.float())
