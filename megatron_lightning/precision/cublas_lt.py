@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
@@ -70,6 +71,8 @@ def library() -> Any:
     library.cublasLtMatmulPreferenceSetAttribute.argtypes = [handle, c_int, c_void_p, c_size_t]
     library.cublasLtMatmulAlgoGetHeuristic.argtypes = [handle] * 7 + [c_int, c_void_p, c_void_p]
     library.cublasLtMatmul.argtypes = [handle] * 14 + [c_size_t, c_void_p]
+    for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference"):
+        getattr(library, f"cublasLt{kind}Destroy").argtypes = [handle]
     return library
 
 
@@ -83,6 +86,12 @@ def _made(call: Callable[..., int], *arguments: Any) -> c_void_p:
     made = c_void_p()
     _checked(call, byref(made), *arguments)
     return made
+
+
+def _destroy(made: list[tuple[Callable[..., int], c_void_p]]) -> None:
+    while made:
+        call, one = made.pop()
+        call(one)
 
 
 @functools.lru_cache
@@ -117,14 +126,22 @@ class Product:
         self._library, self._handle = library, handle
         self._lock = threading.Lock()  # the scales' addresses are attributes
         self._one, self._kept = c_float(1.0), c_float(float(add))
-        self._product = _made(library.cublasLtMatmulDescCreate, _COMPUTE_FLOAT32, _FLOAT32)
+        self._owned: list[tuple[Callable[..., int], c_void_p]] = []
+        weakref.finalize(self, _destroy, self._owned).atexit = False
+        self._product = self._own("MatmulDesc", _COMPUTE_FLOAT32, _FLOAT32)
         self._set(_TRANSPOSES_A, c_int(_TRANSPOSED))
         self._set(_FAST, c_int8(fast))
-        layout = library.cublasLtMatrixLayoutCreate
-        self._a = _made(layout, _TYPES[types[0]], summed, rows, summed)
-        self._b = _made(layout, _TYPES[types[1]], summed, columns, summed)
-        self._sum = _made(layout, _RESULTS[result], columns, rows, columns)
+        layout = functools.partial(self._own, "MatrixLayout")
+        self._a = layout(_TYPES[types[0]], summed, rows, summed)
+        self._b = layout(_TYPES[types[1]], summed, columns, summed)
+        self._sum = layout(_RESULTS[result], columns, rows, columns)
         self._choice = self._choose(alignments, rank)
+
+    def _own(self, kind: str, *arguments: Any) -> c_void_p:
+        """Make something of cuBLASLt's that is destroyed with this object."""
+        made = _made(getattr(self._library, f"cublasLt{kind}Create"), *arguments)
+        self._owned.append((getattr(self._library, f"cublasLt{kind}Destroy"), made))
+        return made
 
     def _set(self, attribute: int, value: Any) -> None:
         size = ctypes.sizeof(value)
@@ -133,7 +150,7 @@ class Product:
 
     def _choose(self, alignments: tuple[int, int, int], rank: int) -> _Choice:
         library, choices, found = self._library, (_Choice * (rank + 1))(), c_int(0)
-        wishes = _made(library.cublasLtMatmulPreferenceCreate)
+        wishes = self._own("MatmulPreference")
         of_a, of_b, of_sum = alignments
         values = [(_MOST_WORKSPACE, c_uint64(_WORKSPACE))]
         wanted = zip(_ALIGNMENTS, (of_b, of_a, of_sum, of_sum), strict=True)
@@ -189,18 +206,23 @@ class Product:
             )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)  # one for each shape, where numbers of tokens vary
 def _product_of(
     device: int,
     shape: tuple[int, int, int],
     types: tuple[torch.dtype, torch.dtype],
     alignments: tuple[int, int, int],
 ) -> Product | None:
-    """None where cuBLAS has no such product."""
+    """None, and a warning, where cuBLAS has no such product."""
     try:
         return Product(library(), handle(device), shape, types, alignments)
-    except (CublasError, OSError):
+    except (CublasError, OSError) as error:
+        _warn(error)
         return None
+
+
+def _warn(error: Exception) -> None:
+    warn_once(f"FP8 gradients are added in a pass of their own, which takes longer: {error}")
 
 
 def _alignment(tensor: Tensor) -> int:
@@ -228,6 +250,6 @@ def add_product_(total: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: 
     try:
         product(total, a, scale_a, b, scale_b, torch.cuda.current_stream().cuda_stream)
     except CublasError as error:
-        warn_once(f"FP8 gradients are added in a pass of their own, which takes longer: {error}")
+        _warn(error)
         return False
     return True

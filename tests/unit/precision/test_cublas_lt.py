@@ -1,6 +1,7 @@
 """The call of cuBLASLt, by a library that reads what it is given as cuBLAS does: columns first."""
 
 import ctypes
+import gc
 from typing import Any
 
 import pytest
@@ -29,15 +30,29 @@ class Library:
         self.attributes: dict[int, int] = {}
         self.wishes: dict[int, int] = {}
         self.calls = 0
+        self.alive: dict[int, str] = {}
 
-    def _name(self, out: Any) -> int:
+    def _name(self, out: Any, kind: str) -> int:
         self.calls += 1
         out._obj.value = self.calls
+        self.alive[self.calls] = kind
         return self.calls
+
+    def cublasLtMatmulDescDestroy(self, made: Any) -> int:  # noqa: N802
+        assert self.alive.pop(made.value) == "product"
+        return 0
+
+    def cublasLtMatrixLayoutDestroy(self, made: Any) -> int:  # noqa: N802
+        assert self.alive.pop(made.value) == "layout"
+        return 0
+
+    def cublasLtMatmulPreferenceDestroy(self, made: Any) -> int:  # noqa: N802
+        assert self.alive.pop(made.value) == "wishes"
+        return 0
 
     def cublasLtMatmulDescCreate(self, out: Any, compute: int, scale: int) -> int:  # noqa: N802
         assert (compute, scale) == (68, 0)
-        self._name(out)
+        self._name(out, "product")
         return 0
 
     def cublasLtMatmulDescSetAttribute(  # noqa: N802
@@ -50,11 +65,11 @@ class Library:
     def cublasLtMatrixLayoutCreate(  # noqa: N802
         self, out: Any, type_: int, rows: int, columns: int, leading: int
     ) -> int:
-        self.layouts[self._name(out)] = (type_, rows, columns, leading)
+        self.layouts[self._name(out, "layout")] = (type_, rows, columns, leading)
         return 0
 
     def cublasLtMatmulPreferenceCreate(self, out: Any) -> int:  # noqa: N802
-        self._name(out)
+        self._name(out, "wishes")
         return 0
 
     def cublasLtMatmulPreferenceSetAttribute(  # noqa: N802
@@ -110,10 +125,34 @@ def test_rows_become_columns_and_factors_change_places() -> None:
     torch.testing.assert_close(total, want + (a.float() @ b.float().t()) * 16.0)
 
 
-def test_a_product_that_there_is_not_is_told() -> None:
-    types = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_what_was_made_is_destroyed(found: int) -> None:
+    library = Library(found)
+    try:
+        made = cublas_lt.Product(library, ctypes.c_void_p(1), (16, 16, 16), TYPES, (16, 16, 16))
+        assert sorted(library.alive.values()) == ["layout"] * 3 + ["product", "wishes"]
+        del made
+    except cublas_lt.CublasError:
+        assert not found
+    gc.collect()
+    assert library.calls == 5
+    assert not library.alive
+
+
+def test_a_product_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(cublas_lt.CublasError, match="no algorithm"):
-        cublas_lt.Product(Library(0), ctypes.c_void_p(1), (16, 16, 16), types, (16, 16, 16))
+        cublas_lt.Product(Library(0), ctypes.c_void_p(1), (16, 16, 16), TYPES, (16, 16, 16))
+    said: list[str] = []
+    monkeypatch.setattr(cublas_lt, "library", lambda: Library(0))
+    monkeypatch.setattr(cublas_lt, "handle", ctypes.c_void_p)
+    monkeypatch.setattr(cublas_lt, "warn_once", said.append)
+    assert cublas_lt._product_of.__wrapped__(0, (16, 16, 16), TYPES, (16, 16, 16)) is None
+    assert len(said) == 1
+    assert "in a pass of their own" in said[0]
+    assert "no algorithm" in said[0]
 
 
 def test_alignments_are_powers_of_two() -> None:
