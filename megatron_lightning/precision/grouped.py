@@ -4,10 +4,11 @@ A token's row has one scale, and so has each row of an expert's weight along the
 over; for a weight's gradient each feature has one over the tokens of an expert. So no value knows
 of another expert or of rows that hold nothing. Factors are E4M3, which is all that grouped products
 take; with scales as fine as these gradients don't need the range of E5M2. On compute capability 9.0
-one product does all experts (`torch._scaled_grouped_mm`), elsewhere one comes after the other.
-Groups along the summed dim must be multiples of 16 and not empty: zeros stand behind their tokens.
-It adds within the unit (fast accumulation) in all three products: with sums in float32 throughout
-its kernels take up to three times as long, for many small experts more than without FP8.
+one product does all experts (`torch._scaled_grouped_mm`), elsewhere one comes after the other, and
+the host waits for the counts. Either gives bfloat16, also in a run in float32. Groups along the
+summed dim must be multiples of 16 and not empty: zeros stand behind their tokens. The grouped
+product adds within the unit (fast accumulation) in forwards and gradients: with sums in float32
+throughout its kernels take up to three times as long, for many small experts more than without FP8.
 """
 
 from __future__ import annotations
