@@ -12,10 +12,10 @@ from torch import nn
 from megatron_lightning.cli.plan_memory import (
     PipelineRank,
     UnitParameters,
-    outside_bytes,
     pipeline_rank,
     unit_parameters,
 )
+from megatron_lightning.cli.plan_outside import outside_bytes
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import ParallelConfig, PipelineConfig

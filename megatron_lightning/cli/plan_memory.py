@@ -24,9 +24,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.model_states import StateBytes, StateDtypes, state_bytes
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.actions import Action, Kind, by_memory
-from megatron_lightning.parallel.exchange import shared_bytes
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.overlap_choice import LEAST_BYTES_ON_GPU
 from megatron_lightning.parallel.pipeline import StageLayout
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.precision.policy import policy_for
@@ -34,8 +32,6 @@ from megatron_lightning.runtime.stage_messages import StageMessages
 
 WORKSPACE_BYTES = 64 << 20
 """Of matrix products and small things."""
-RESERVED_BYTES = 3 << 29
-"""Outside of torch's allocator: CUDA context, code, NCCL; not in the peak, but in what must fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,23 +124,6 @@ def unit_parameters(
         tied_copy=sum(counts[name] for name in tied),
         total=sum(math.prod(row.global_shape) for row in table.values()),
         experts=tuple(experts),
-    )
-
-
-def outside_bytes(request: PlanRequest) -> int:
-    """What a rank needs outside of torch's allocator: `RESERVED_BYTES`, and the memory that tensor
-    ranks share, where they move parts of the sequence through it.
-    """
-    parallel, tensor = request.parallel, request.parallel.tensor_parallel_size
-    runtime = parallel.runtime
-    wanted = runtime.overlap_tensor_parallel is not False and runtime.cuda_graphs == "none"
-    if not (wanted and parallel.sequence_parallel) or parallel.expert.overlap_all_to_all:
-        return RESERVED_BYTES
-    tokens = request.seq_length * request.micro_batch_size
-    tokens = tokens // (tensor * parallel.context_parallel_size)
-    part = tokens * request.model.hidden_size * policy_for(request.precision).params_dtype.itemsize
-    return RESERVED_BYTES + (
-        shared_bytes(tensor, part, sums=True) if part >= LEAST_BYTES_ON_GPU else 0
     )
 
 

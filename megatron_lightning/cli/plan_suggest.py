@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lightning.cli.plan_estimate import Plan, layout_of, make_plan, stage_weights
-from megatron_lightning.cli.plan_memory import outside_bytes
+from megatron_lightning.cli.plan_outside import outside_bytes
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.cli.plan_text import gib, table
 from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfig

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble
-from megatron_lightning.cli.plan_memory import WORKSPACE_BYTES, outside_bytes
+from megatron_lightning.cli.plan_memory import WORKSPACE_BYTES
+from megatron_lightning.cli.plan_outside import outside_bytes
 from megatron_lightning.cli.plan_request import GIB
 from megatron_lightning.cli.plan_values import axes_of, notes_of, stages_of
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble, stage_weights
-from megatron_lightning.cli.plan_memory import outside_bytes
+from megatron_lightning.cli.plan_outside import outside_bytes
 from megatron_lightning.parallel.mesh import EXPERT_ORDER, expert_rank_lists, rank_lists
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}

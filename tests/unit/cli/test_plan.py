@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
 from megatron_lightning.cli.plan import main
+from megatron_lightning.cli.plan_outside import RESERVED_BYTES
 from megatron_lightning.cli.plan_request import HARDWARE
 from megatron_lightning.models.presets import PRESETS
 from tests.unit.models.test_presets import PUBLISHED
@@ -66,6 +67,34 @@ data: {{paths: corpus, seq_length: 4096, micro_batch_size: 1, global_batch_size:
         outside.append(memory["outside_of_allocator_bytes"])
     assert outside[1] - outside[0] == 2 * 7 * 1024 * 4096 * 2
     assert outside[2] == outside[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ("{peer_memory: true}", 2 * 2 * 2048 * (4096 + 2 * 1024) // 2 * 2),
+        ("{peer_memory: true, head_groups: 2}", 0),
+        ("{peer_memory: false}", 0),
+    ],
+)
+def test_memory_that_context_ranks_share(
+    options: str, shared: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """2 parts of 2,048 tokens, half of their queries, keys and values, twice."""
+    path = tmp_path / "context.yaml"
+    context = options.replace("{", "{form: all_to_all, ")
+    path.write_text(
+        f"""
+trainer:
+  devices: 2
+  precision: bf16-mixed
+  strategy: {{context_parallel_size: 2, context: {context}}}
+model: {{class_path: megatron_lightning.cli.presets.gpt_preset, init_args: {{preset: llama3-8b}}}}
+data: {{paths: corpus, seq_length: 4096, micro_batch_size: 1, global_batch_size: 4}}
+"""
+    )
+    memory = plan(capsys, "--config", str(path))["memory"]
+    assert memory["outside_of_allocator_bytes"] - RESERVED_BYTES == shared
 
 
 def test_61_layers_on_4_stages(capsys: pytest.CaptureFixture[str]) -> None:
