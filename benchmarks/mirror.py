@@ -249,6 +249,7 @@ class OwnMemory:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._signal = torch.zeros(1, device=memory.device)
+        self._pad = torch.zeros(_SMALL_BYTES, dtype=torch.int32, device=memory.device)
 
     @classmethod
     def empty_strided_p2p(
@@ -269,6 +270,15 @@ class OwnMemory:
         """The same for all ranks."""
         count = torch.Size(shape).numel()
         return self._memory.view(dtype)[storage_offset : storage_offset + count].view(*shape)
+
+    def get_signal_pad(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Numbers that nobody waits for."""
+        return self._pad[: torch.Size(shape).numel()]
+
+    @staticmethod
+    def stream_write_value32(pad: Tensor, offset: int, value: int) -> None:
+        """A small kernel, where the stream itself would write."""
+        pad[offset].fill_(value)
 
     def put_signal(self, rank: int, channel: int, timeout: int) -> None:
         """A small kernel, as a signal is."""

@@ -1,5 +1,6 @@
 """One rank of a layout of two, alone: every layout that the benchmark measures so starts."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lightning.parallel import symmetric
+from megatron_lightning.parallel.mesh import MeshAxis
+from tests.distributed.test_symmetric_turns import _exchange
 from tests.harness import run_ranks_fresh
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
@@ -80,3 +84,24 @@ def _collectives(rank: int, world_size: int, group_rank: int) -> list[list[float
 def test_the_other_rank_is_a_mirror_image(group_rank: int) -> None:
     (found,) = run_ranks_fresh(_collectives, 1, group_rank)
     assert found == [[0, 1, 0, 1], [2 * group_rank], [0, 2], [0, 1], [0, 1], [0, 1]]
+
+
+def test_a_run_that_fails_gives_itself_signals(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one rank of several does when it ends alone, so that its own error is shown."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from mirror import OwnMemory
+
+    axis = MeshAxis(name="tp", size=2, ranks=(0, 1))
+    before = dict(vars(symmetric))
+    try:
+        exchange = _exchange(axis, str(tmp_path), writes=True)
+        vars(symmetric)["torch"].cuda.stream = contextlib.nullcontext
+        vars(symmetric)["_SymmetricMemory"] = OwnMemory
+        memory = OwnMemory.empty_strided_p2p((4096,), (1,), torch.uint8, torch.device("cpu"))
+        exchange.handle = OwnMemory.rendezvous(memory, "tp")
+        exchange.signal(1, 0)
+        exchange.give_signals()
+    finally:
+        vars(symmetric).update(before)
