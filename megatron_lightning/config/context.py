@@ -27,8 +27,8 @@ class ContextConfig:
 
     head_groups: int = 1
     """all_to_all alone: into how many groups, at most, a rank's key/value heads are dealt, whose
-    exchanges hide behind attention of other groups; more are worth it where links are slow. Above 1
-    collectives exchange them, whatever `peer_memory` says."""
+    exchanges hide behind attention of other groups; more are worth it where links are slow. More
+    than one are exchanged by collectives, whatever `peer_memory` says."""
     peer_memory: bool = True
     """all_to_all alone, in one group: whether heads are written to the memory of the other GPUs of
     the host, where that can be; else collectives exchange them."""

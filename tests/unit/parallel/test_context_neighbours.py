@@ -77,7 +77,7 @@ def test_one_memory_for_all_layers_is_released(tried: Trials) -> None:
 
 @pytest.mark.parametrize(
     ("device", "changes"),
-    [("cpu", {}), ("cuda:0", {"peer_memory": False}), ("cuda:0", {"head_groups": 2})],
+    [("cpu", {}), ("cuda:0", {"peer_memory": False})],
 )
 def test_collectives(tried: Trials, device: str, changes: dict[str, Any]) -> None:
     config = ContextConfig(form="all_to_all", **changes)
@@ -94,3 +94,12 @@ def test_memory_that_cannot_be_shared(tried: Trials, monkeypatch: pytest.MonkeyP
         assert neighbours(mesh, ContextConfig(form="all_to_all"), 7.0).memory is None
         assert "memory (no way), so heads are exchanged by collectives" in warnings.pop()
     assert tried == ["cp 7.0"]
+
+
+def test_groups_of_heads_that_may_be_one(tried: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is known in the layers, which use what fits."""
+    said: list[str] = []
+    monkeypatch.setattr(context_neighbours, "say_once", said.append)
+    config = ContextConfig(form="all_to_all", peer_memory=True, head_groups=4)
+    assert neighbours(place("cuda:0", "four"), config, 7.0).memory is not None
+    assert "context.head_groups=4" in said[0]
