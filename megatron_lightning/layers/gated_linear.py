@@ -4,6 +4,9 @@ The product is as wide as the MLP, and only the weight's gradient needs it: the 
 has both its halves at hand and writes the product once more beside their gradients, at the price of
 one store. (Megatron-Core computes an activation again in a pass of its own before that of the layer
 behind; here it comes after, since the gradient of the product doesn't need the product.)
+
+Where the layer behind is one operation with a collective (`parallel/overlap.py`), which takes its
+input as it is, the product is made by a launch of its own before that.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.main_gradient import main_gradient_of, weight_gradient
 from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.overlap import Overlap, scattered_gradients, scattered_product
 
 
 def gated_linear(
@@ -35,6 +39,18 @@ def gated_linear(
     With a `sink` the weight's gradient may be put off; with `sums` it goes to its main gradient.
     """
     return _GatedLinear.apply(inner, weight, bias, sink, sums)
+
+
+def gated_scattered_linear(
+    inner: Tensor, weight: Tensor, overlap: Overlap, *, sums: bool
+) -> Tensor:
+    """`scattered_linear(gated_silu(inner), weight, overlap)`: (S, ..., 2, F/n), (out, F/n) ->
+    (S/n, ..., out).
+
+    With `sums` the weight's gradient goes to its main gradient.
+    """
+    way = overlap.way_of_sums(inner.numel() // inner.shape[-1] // 2, weight)
+    return _GatedScatter.apply(inner, weight, way, overlap.size, sums)
 
 
 @torch.library.custom_op("megatron_lightning::gated_linear_gradients", mutates_args=())
@@ -98,6 +114,33 @@ class _GatedLinear(torch.autograd.Function):
         if needs_bias:
             grad_bias = grad.flatten(0, -2).sum(dim=0)
         return grad_inner, grad_weight, grad_bias, None, None
+
+
+class _GatedScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inner: Tensor, weight: Tensor, name: str, size: int, sums: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inner, weight)
+        ctx.name, ctx.sums = name, sums
+        return scattered_product(gated_silu(inner), weight, name, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inner, weight = ctx.saved_tensors
+        needs_inner, needs_weight = ctx.needs_input_grad[:2]
+        grad_product, grad_weight = scattered_gradients(
+            grad,
+            gated_silu(inner),
+            weight,
+            ctx.name,
+            needs_x=needs_inner,
+            needs_weight=needs_weight,
+            sums=ctx.sums,
+        )
+        grad_inner = None if grad_product is None else gated_silu_backward(grad_product, inner)
+        return grad_inner, grad_weight, None, None, None
 
 
 def _weight_gradient(ctx: Any, grad: Tensor, product: Tensor, weight: Tensor) -> Tensor | None:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.gated_linear import gated_linear
+from megatron_lightning.layers.gated_linear import gated_linear, gated_scattered_linear
 from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.plain_layers import Border, bordered_linear
 from megatron_lightning.parallel.quantized import QuantizedProducts
 from megatron_lightning.parallel.random import Constant, Initial
+from megatron_lightning.parallel.row import RowOutput
 
 
 class Linear(nn.Module):
@@ -98,8 +99,15 @@ class Linear(nn.Module):
         weight = self.weight.view(-1, self.weight.shape[-1])
         bias = None if self.bias is None else self.bias.view(-1)
         inner_bias = None if self.sums_output else bias
-        y = gated_linear(x, weight, inner_bias, self.weight_sink, sums=self.sums_weight_gradient)
-        y = y if self.after is None else self.after(y)
+        sums, after, sink = self.sums_weight_gradient, self.after, self.weight_sink
+        fused = after if self.sums_output and sink is None else None
+        if isinstance(fused, RowOutput) and fused.overlap.scatters(
+            x.select(-2, 0), fused.sequence_dim
+        ):
+            y = gated_scattered_linear(x, weight, fused.overlap, sums=sums)
+        else:
+            y = gated_linear(x, weight, inner_bias, sink, sums=sums)
+            y = y if after is None else after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
 
     def extra_repr(self) -> str:

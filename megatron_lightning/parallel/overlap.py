@@ -70,6 +70,10 @@ class Overlap:
         way = self.exchange if large else self.whole
         return _name(way.axis, way.kind)
 
+    def way_of_sums(self, rows: int, weight: Tensor) -> str:
+        """Name of the way of so many rows' products with a row-split weight."""
+        return self.way(rows // self.size * weight.shape[0], weight.dtype)
+
 
 def announce(exchange: Exchange | Collectives) -> None:
     """Let others find an exchange, as long as somebody holds it."""
@@ -104,9 +108,34 @@ def scattered_linear(x: Tensor, weight: Tensor, overlap: Overlap, *, sums: bool)
     """The own part of the sum of all ranks' `F.linear`: (S, ..., in), (out, in) -> (S/n, ...,
     out).
     """
-    rows = x.numel() // x.shape[-1] // overlap.size
-    way = overlap.way(rows * weight.shape[0], x.dtype)
+    way = overlap.way_of_sums(x.numel() // x.shape[-1], weight)
     return _LinearScatter.apply(x, weight, way, overlap.size, sums)
+
+
+def scattered_product(x: Tensor, weight: Tensor, name: str, size: int) -> Tensor:
+    """The forward pass of `scattered_linear` by the way `name`."""
+    if torch.compiler.is_compiling():
+        return linear_scatter(x, weight, name, size)
+    return run_linear_scatter(x, weight, name, size)
+
+
+def scattered_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    name: str,
+    *,
+    needs_x: bool,
+    needs_weight: bool,
+    sums: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Its backward pass: gradients of x and weight; None: not needed, or in its sum."""
+    if not (needs_x or needs_weight):
+        return None, None
+    factors, how = (grad, x, weight, name), (needs_x, needs_weight, sums)
+    if torch.compiler.is_compiling():
+        return in_region(linear_scatter_backward, *factors, *how)
+    return run_linear_scatter_backward(*factors, *how)
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -150,22 +179,14 @@ class _LinearScatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, size: int, sums: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.sums = name, sums
-        if torch.compiler.is_compiling():
-            return linear_scatter(x, weight, name, size)
-        return run_linear_scatter(x, weight, name, size)
+        return scattered_product(x, weight, name, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = grad_weight = None
-        if needs_x or needs_weight:
-            how = needs_x, needs_weight, ctx.sums
-            if torch.compiler.is_compiling():
-                grad_x, grad_weight = in_region(
-                    linear_scatter_backward, grad, x, weight, ctx.name, *how
-                )
-            else:
-                grad_x, grad_weight = run_linear_scatter_backward(grad, x, weight, ctx.name, *how)
+        grad_x, grad_weight = scattered_gradients(
+            grad, x, weight, ctx.name, needs_x=needs_x, needs_weight=needs_weight, sums=ctx.sums
+        )
         return grad_x, grad_weight, None, None, None
