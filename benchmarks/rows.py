@@ -148,7 +148,10 @@ ROWS: dict[str, Row] = {
     ),
     "a-cp2": Row(
         title="(a) CP=2, 32,768 tokens",
-        ours="--shapes a --cp 2 --seq 32768 --micro 1 --context all_to_all --sharding optimizer",
+        ours=(
+            "--shapes a --cp 2 --seq 32768 --micro 1 --context all_to_all --sharding optimizer"
+            " --set context.peer_memory=True"
+        ),
         peer="a@cp=2:seq=32768:mb=1",
         gpus=2,
         rate=33474,

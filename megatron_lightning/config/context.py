@@ -29,9 +29,10 @@ class ContextConfig:
     """all_to_all alone: into how many groups, at most, a rank's key/value heads are dealt, whose
     exchanges hide behind attention of other groups; more are worth it where links are slow. More
     than one are exchanged by collectives, whatever `peer_memory` says."""
-    peer_memory: bool = True
+    peer_memory: bool = False
     """all_to_all alone, in one group: whether heads are written to the memory of the other GPUs of
-    the host, where that can be; else collectives exchange them."""
+    the host, where that can be; else collectives exchange them. Off by default until its numbers
+    and the end of its processes have been seen on GPUs."""
 
     def form_of(self, layer: int | None) -> ContextForm:
         """Form of layer number `layer` (from 0); None: of a core outside of numbered layers."""
@@ -65,6 +66,11 @@ class ContextConfig:
             problems.append(
                 f"context.head_groups={self.head_groups} with forms {sorted(self.forms)}: only"
                 " all_to_all alone deals heads; leave it at 1"
+            )
+        if self.peer_memory and not self.contiguous:
+            problems.append(
+                f"context.peer_memory=True with forms {sorted(self.forms)}: only all_to_all alone"
+                " exchanges heads that way; leave it at False"
             )
         size, inner = context_parallel_size, self.inner_size
         if size > 1 and "hierarchical" in self.forms:

@@ -74,7 +74,7 @@ data: {{paths: corpus, seq_length: 4096, micro_batch_size: 1, global_batch_size:
     [
         ("{peer_memory: true}", 2 * 2 * 2048 * (4096 + 2 * 1024) // 2 * 2),
         ("{peer_memory: true, head_groups: 2}", 0),
-        ("{peer_memory: false}", 0),
+        ("{head_groups: 1}", 0),
     ],
 )
 def test_memory_that_context_ranks_share(

@@ -34,6 +34,7 @@ def config(size: int, runtime: dict[str, Any] | None = None, **context: Any) -> 
         (config(2, form="hierarchical"), "no two factors above 1"),
         (config(2, form="all_to_all", head_groups=0), "head_groups=0: it must be at least 1"),
         (config(2, form="ring", head_groups=2), "only all_to_all alone deals heads"),
+        (config(2, form="ring", peer_memory=True), "only all_to_all alone exchanges heads"),
         (config(8, form="hierarchical", inner_size=3), r"inner_size=3.* use one of \[2, 4\]"),
     ],
 )

@@ -65,7 +65,7 @@ def place(device: str, group: str) -> ParallelMesh:
 
 
 def test_one_memory_for_all_layers_is_released(tried: Trials) -> None:
-    mesh, config = place("cuda:0", "one"), ContextConfig(form="all_to_all")
+    mesh, config = place("cuda:0", "one"), ContextConfig(form="all_to_all", peer_memory=True)
     first, second = (neighbours(mesh, config, 7.0) for _ in range(2))
     memory: Any = first.memory
     assert not memory.sums
@@ -77,7 +77,7 @@ def test_one_memory_for_all_layers_is_released(tried: Trials) -> None:
 
 @pytest.mark.parametrize(
     ("device", "changes"),
-    [("cpu", {}), ("cuda:0", {"peer_memory": False})],
+    [("cpu", {"peer_memory": True}), ("cuda:0", {}), ("cuda:0", {"head_groups": 2})],
 )
 def test_collectives(tried: Trials, device: str, changes: dict[str, Any]) -> None:
     config = ContextConfig(form="all_to_all", **changes)
@@ -89,9 +89,9 @@ def test_memory_that_cannot_be_shared(tried: Trials, monkeypatch: pytest.MonkeyP
     warnings: list[str] = []
     monkeypatch.setattr(context_neighbours, "warn_once", warnings.append)
     tried.reason = "no way"
-    mesh = place("cuda:0", "three")
+    mesh, config = place("cuda:0", "three"), ContextConfig(form="all_to_all", peer_memory=True)
     for _ in range(2):  # chunks of layers
-        assert neighbours(mesh, ContextConfig(form="all_to_all"), 7.0).memory is None
+        assert neighbours(mesh, config, 7.0).memory is None
         assert "memory (no way), so heads are exchanged by collectives" in warnings.pop()
     assert tried == ["cp 7.0"]
 
