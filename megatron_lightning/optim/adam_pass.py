@@ -70,7 +70,8 @@ class AdamPass:
         self._optimizer = optimizer
         self._copies = copies
         self._stages = stages
-        self._taken: list[Member] = []
+        self._taken: list[Member] | None = None
+        """None where the step is torch's; a rank may have nothing to update in a step of ours."""
         self._factor: Tensor | None = None
         self._active: Tensor | None = None
         self._keep = False
@@ -81,7 +82,7 @@ class AdamPass:
 
     def drop(self) -> None:
         """Forget what was taken for a step that was not made."""
-        self._taken = []
+        self._taken = None
 
     def remove(self) -> None:
         """Let the optimizer step by itself again."""
@@ -121,8 +122,8 @@ class AdamPass:
 
     @torch.no_grad()
     def _after_step(self, *_args: Any) -> None:
-        taken, self._taken = self._taken, []
-        if not taken:
+        taken, self._taken = self._taken, None
+        if taken is None:
             return
         assert self._factor is not None
         assert self._active is not None

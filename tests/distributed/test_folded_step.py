@@ -11,14 +11,20 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_lightning.config import DataParallelConfig, MoEConfig
 from megatron_lightning.layers import kernels
 from megatron_lightning.optim import adam_pass, shards
+from megatron_lightning.optim.distributed import DistributedOptimizer
+from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.runtime import folded_step
 from megatron_lightning.runtime import update as update_module
 from tests import layout_runs
+from tests.distributed.test_distributed_optimizer import table_of
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import (
     Recorder,
@@ -211,6 +217,41 @@ def test_window_without_tokens_changes_nothing() -> None:
     found = run_ranks_fresh(train_with_pass, 1, run, True)
     assert_same_training(found, wanted[0], torch.bfloat16)
     assert found[0]["norms"][1] == 0.0
+
+
+def step_of_few(rank: int, world_size: int) -> tuple[int, list[bool], list[float]]:
+    """Elements of this rank, whether gathers began within the step, and what was updated."""
+    use_pass()
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    named = {"a": Parameter(torch.ones(5)), "b": Parameter(torch.ones(2, 3))}
+    table, mesh = table_of(named), ParallelMesh.build(device=torch.device("cpu"))
+    buckets = GradientBuckets(
+        named, table, mesh, sequence_parallel=False, sharded=True, bucket_size=1
+    )
+    held = shards.ParameterShards(buckets)
+    optimizer = torch.optim.AdamW(list(named.values()), lr=0.1)
+    distributed = DistributedOptimizer([optimizer], held, named)
+    step = adam_pass.AdamPass(optimizer, held.copies, held.stages)
+    buckets.reset()
+    sum(p.sum() for p in named.values()).backward()  # type: ignore[union-attr]
+    buckets.finish(1.0)
+    distributed.attach_gradients()
+    one = torch.ones(())
+    assert step.take(one, one, keep=False)
+    optimizer.step()
+    given = [made.is_given for made in held._made]
+    distributed.finish_step(0, wait=True, rounded=True)
+    values = [value for p in named.values() for value in p.flatten().tolist()]
+    return sum(part.numel() for part in held.parts().values()), given, values
+
+
+def test_ranks_without_elements_gather_when_others_do() -> None:
+    """In the same order on the data axis and on others, whatever a rank has to update."""
+    elements, given, values = zip(*run_ranks_fresh(step_of_few, 3), strict=True)
+    assert elements == (11, 0, 0)
+    assert given == ([True, True],) * 3
+    assert values[0] == values[1] == values[2]
+    assert max(values[0]) < 0.95
 
 
 class Clamping(Recorder):

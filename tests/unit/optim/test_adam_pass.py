@@ -111,6 +111,21 @@ def check_stages(device: str) -> None:
         assert all(map(torch.equal, result, results[0]))
 
 
+def test_stages_end_where_there_is_nothing_to_update() -> None:
+    parameter = Parameter(torch.ones(4))  # without a gradient
+    optimizer = torch.optim.AdamW([parameter])
+    ended: list[int] = []
+    stages = [([parameter], lambda: ended.append(0)), ([], lambda: ended.append(1))]
+    step = AdamPass(optimizer, dict, lambda: stages)
+    one = torch.ones(())
+    assert step.take(one, one, keep=False)
+    optimizer.step()
+    assert ended == [0, 1]
+    assert torch.equal(parameter, torch.ones(4))
+    optimizer.step()  # torch's own
+    assert ended == [0, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
 def test_stages_on_cuda() -> None:
