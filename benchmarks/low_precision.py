@@ -187,7 +187,8 @@ def precision_of(kind: str, device: str) -> tuple[dict[str, Any], QuantizationCo
     options = {"precision": names.get(kind, "bf16-mixed")}
     if kind in PLAIN:
         return options, None
-    runs = kind in REAL_RECIPES and device_problem(torch.device(device)) is None
+    problem = device_problem(torch.device(device), blocks=kind == "fp8_blockwise")
+    runs = kind in REAL_RECIPES and problem is None
     return options, QuantizationConfig(recipe=kind, simulate=not runs)  # type: ignore[arg-type]
 
 
