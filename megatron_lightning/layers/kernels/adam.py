@@ -47,7 +47,6 @@ def _move(
     copy_element: tl.constexpr,
     block: tl.constexpr,
     masked: tl.constexpr,
-    policy: tl.constexpr,
 ):
     """One block of a tensor. Without a mask loads and stores are 16 bytes wide."""
     offsets = start + tl.arange(0, block)
@@ -56,21 +55,21 @@ def _move(
     first = _at(table, row, 2, tl.float32) + offsets
     second = _at(table, row, 3, tl.float32) + offsets
     gradient = _at(table, row, 1, tl.float32) + offsets
-    grad = tl.load(gradient, mask=inside, eviction_policy=policy)
-    p = tl.load(parameters, mask=inside, eviction_policy=policy)
-    m = tl.load(first, mask=inside, eviction_policy=policy)
-    v = tl.load(second, mask=inside, eviction_policy=policy)
+    grad = tl.load(gradient, mask=inside)
+    p = tl.load(parameters, mask=inside)
+    m = tl.load(first, mask=inside)
+    v = tl.load(second, mask=inside)
     grad = grad * factor + l2 * p
     p = p - decay * p
     m = beta1 * m + rest1 * grad
     v = beta2 * v + rest2 * grad * grad
     p = p - rate * m / (tl.sqrt(v) / root_correction + eps)
-    tl.store(parameters, p, mask=inside, eviction_policy=policy)
-    tl.store(first, m, mask=inside, eviction_policy=policy)
-    tl.store(second, v, mask=inside, eviction_policy=policy)
+    tl.store(parameters, p, mask=inside)
+    tl.store(first, m, mask=inside)
+    tl.store(second, v, mask=inside)
     if tl.load(table + row * 6 + 4) != 0:
         copies = _at(table, row, 4, copy_element) + offsets
-        tl.store(copies, p.to(copy_element), mask=inside, eviction_policy=policy)
+        tl.store(copies, p.to(copy_element), mask=inside)
 
 
 @triton.jit
@@ -91,7 +90,6 @@ def _update(
     eps,
     copy_element: tl.constexpr,
     block: tl.constexpr,
-    policy: tl.constexpr,
 ):
     """One block of a tensor; `corrections` by tensor: 1 - beta1^t, and the root of 1 - beta2^t."""
     program = tl.program_id(0)
@@ -121,7 +119,6 @@ def _update(
                 copy_element,
                 block,
                 False,
-                policy,
             )
         else:
             _move(
@@ -142,7 +139,6 @@ def _update(
                 copy_element,
                 block,
                 True,
-                policy,
             )
 
 
@@ -164,16 +160,13 @@ def update(
     weight_decay: float,
     decoupled: bool,
     copy_dtype: torch.dtype,
-    block: int = BLOCK,
-    warps: int = _WARPS,
-    policy: str = "",
 ) -> None:
     """Make a step of Adam on float32 tensors, in place.
 
     `table` (tensors, COLUMNS) int64; `tensor_of` and `block_of` (programs,) int32: which tensor,
     and which block of it, each program works on; `corrections` (tensors, 2) float32; `factor` 0-dim
     float32, of the gradients; `active` 0-dim, nothing is changed where it is 0. `decoupled`: decay
-    as AdamW does it. `policy`: what the cache is told to do with all of it, as Triton names it.
+    as AdamW does it.
     """
     _update[(len(tensor_of),)](
         table,
@@ -191,7 +184,6 @@ def update(
         1.0 - beta2,
         eps,
         copy_element=_ELEMENTS[copy_dtype],
-        block=block,
-        policy=policy,
-        num_warps=warps,
+        block=BLOCK,
+        num_warps=_WARPS,
     )
