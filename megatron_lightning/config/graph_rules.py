@@ -6,7 +6,11 @@ from typing import get_args
 
 from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
 
-NEVER_RUN = ("tensor_parallel_size", "expert_parallel_size")
+NEVER_RUN = (
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
+)
 """Sizes for which graphs are built, and equal on the CPU to runs without, but whose collectives
 have never been recorded with NCCL over several GPUs (tests/gpu/test_cuda_graphs.py): refused till
 then.

@@ -67,7 +67,8 @@ class DistributedOptimizer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 held: list[Parameter] = []
-                for parameter in group["params"]:
+                given = list(group["params"])
+                for parameter in given:
                     name = None if id(parameter) in known else self._name(parameter)
                     if name is None or name not in names:  # a part already, or frozen
                         held.append(parameter)
@@ -75,7 +76,7 @@ class DistributedOptimizer:
                     self._move_state(optimizer, name, parameter, parts.get(name))
                     held += [parts[name]] if name in parts else []
                 group["params"][:] = held
-                _use_fused_kernel(optimizer, group)
+                _use_fused_kernel(optimizer, group, held or given)
 
     def _name(self, parameter: Parameter) -> str:
         if parameter not in self._names:
@@ -154,13 +155,18 @@ class DistributedOptimizer:
         discard_state(optimizer, [parts[name] for name in names if name in parts])
 
 
-def _use_fused_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Let Adam and AdamW use the fused kernel, unless a choice was made."""
-    if type(optimizer) not in FUSED_OPTIMIZERS or not group["params"]:
+def _use_fused_kernel(
+    optimizer: Optimizer, group: dict[str, Any], judged: Sequence[Parameter]
+) -> None:
+    """Let Adam and AdamW use the fused kernel, unless a choice was made. `judged`: the parts here
+    or, of a group of which this rank has none, what was cut: all ranks must choose alike, since a
+    folded step begins collectives elsewhere than another.
+    """
+    if type(optimizer) not in FUSED_OPTIMIZERS or not judged:
         return
     free = group["foreach"] is None and group["fused"] is None
     free = free and not (group["capturable"] or group["differentiable"])
-    if free and all(p.is_cuda and p.is_floating_point() for p in group["params"]):
+    if free and all(p.is_cuda and p.is_floating_point() for p in judged):
         group["fused"] = True
         for parameter in group["params"]:
             step = optimizer.state.get(parameter, {}).get("step")

@@ -121,14 +121,16 @@ def release_exchanges() -> None:
 
 def abandon_exchanges(is_over: Callable[[], bool] = lambda: True) -> None:
     """Wait for no peer any more in any exchange, so that this process can end alone. It ends when
-    nothing waits and `is_over` says so, or after some seconds.
+    nothing waits and `is_over` says so, or some seconds after that.
 
     Several exchanges may wait on one stream, in any order, so each gets its signals round by round.
     """
-    waiting, until = list(holding), time.monotonic() + _ABANDON_SECONDS
+    waiting, until = list(holding), float("inf")
     while time.monotonic() < until:
-        if is_over() and all(exchange.is_idle() for exchange in waiting):
-            return
+        if is_over():
+            until = min(until, time.monotonic() + _ABANDON_SECONDS)
+            if all(exchange.is_idle() for exchange in waiting):
+                return
         for exchange in waiting:
             exchange.give_signals()
         time.sleep(0.001)

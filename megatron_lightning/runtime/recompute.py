@@ -68,8 +68,8 @@ def apply_recompute(
     for module in _recomputed_modules(network, plan, config):
         if isinstance(module, Activation) and module in gates:
             module.recomputed = True
-        else:
-            add_region(module, recomputed)
+        elif not (isinstance(module, Activation) and module.can_be_recomputed):
+            add_region(module, recomputed)  # a gated SiLU keeps its input alone, as a region would
     if offloaded is not None:
         for layer in _layers(network, plan):
             add_region(layer, offloaded)
@@ -140,9 +140,10 @@ def _gates(
             found.add(module)
         elif why not in warned:
             warned.add(why)
+            what = "keeps its input as ever" if module.can_be_recomputed else "is computed again"
             warn_once(
-                f"recompute.modules: {name} is computed again like any module, but its output is"
-                f" kept all the same, since {why}; name 'mlp' to keep neither"
+                f"recompute.modules: {name} {what}, but its output is kept all the same, since"
+                f" {why}; name 'mlp' to keep neither"
             )
     return found
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -347,7 +348,7 @@ def abort_groups(mesh: ParallelMesh) -> None:
     if mesh.device.type != "cuda":
         return
     aborted = threading.Event()
-    signals = threading.Thread(target=_abandon_exchanges, args=(aborted,), daemon=True)
+    signals = threading.Thread(target=_abandon_exchanges, args=(aborted, mesh.device), daemon=True)
     signals.start()
     try:
         for group in mesh.groups:
@@ -357,9 +358,10 @@ def abort_groups(mesh: ParallelMesh) -> None:
         signals.join()
 
 
-def _abandon_exchanges(aborted: threading.Event) -> None:
+def _abandon_exchanges(aborted: threading.Event, device: torch.device) -> None:
     try:
-        abandon_exchanges(aborted.is_set)
+        with torch.cuda.device(device):  # a thread's own, else signals make a context on GPU 0
+            abandon_exchanges(aborted.is_set)
     except RuntimeError as error:  # of the device, whose kernels then wait for nothing any more
         message = f"waits for the peers' memory couldn't be ended: {error}"
         warn_once(message, every_rank=True)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,9 @@ class Group:
 
 
 def give_up(device: Device, waiting: Waiting, patch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
     patch.setattr(exchange, "holding", [waiting])
+    patch.setattr(startup.torch.cuda, "device", lambda of: nullcontext(entered.append(of)))
     mesh: Any = SimpleNamespace(
         device=device, groups=[Group(name, device) for name in ("dp", "tp")]
     )
@@ -71,6 +74,7 @@ def give_up(device: Device, waiting: Waiting, patch: pytest.MonkeyPatch) -> None
     startup.abort_groups(mesh)
     assert threading.active_count() == before
     assert device.aborted == ["dp", "tp"]
+    assert entered == [device], "a new thread stands on GPU 0"
 
 
 @pytest.mark.parametrize(
