@@ -20,7 +20,7 @@ from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfi
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, check_layout, check_world
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.mesh import EXPERT_ORDER, expert_rank_lists, rank_lists
+from megatron_lightning.parallel.ranks import EXPERT_ORDER, expert_rank_lists, rank_lists
 
 EFFICIENCY = 0.6
 """Share of the peak that the products reach, all told."""

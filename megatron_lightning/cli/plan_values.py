@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lightning.cli.plan_estimate import Plan, ideal_bubble, stage_weights
 from megatron_lightning.cli.plan_outside import outside_bytes
-from megatron_lightning.parallel.mesh import EXPERT_ORDER, expert_rank_lists, rank_lists
+from megatron_lightning.parallel.ranks import EXPERT_ORDER, expert_rank_lists, rank_lists
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 EXPERT_AXES = {"etp": "expert tensor", "ep": "expert", "edp": "copies of experts"}

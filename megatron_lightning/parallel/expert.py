@@ -6,7 +6,7 @@ context or data ranks they are. Here are the moves, over the joined axis `ep_etp
 ranks vary slowest, with exact gradients: the backward of each is the move the other way. What is
 moved is decided in `layers/moe/remote.py`; how much, by one small exchange of counts.
 
-The groups of these collectives are theirs alone (`parallel/mesh.py`): gradients are reduced at any
+The groups of these collectives are theirs alone (`parallel/axes.py`): gradients are reduced at any
 time of a backward pass, and one group's collectives need one order on all ranks.
 """
 

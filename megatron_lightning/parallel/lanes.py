@@ -3,7 +3,7 @@ groups each for the collectives inside layers.
 
 The collectives of one group run in the order in which they were launched. Of a pair, the backward
 is launched first: with one group, the forward's first exchange would wait for the backward's last.
-So axes whose collectives are inside layers have a second group (`parallel/mesh.py`), and which of
+So axes whose collectives are inside layers have a second group (`parallel/axes.py`), and which of
 the two counts is said here.
 
 On CUDA the current stream outside of the lanes stays the one that everything is ordered by. A lane

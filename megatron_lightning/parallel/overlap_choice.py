@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_lightning.parallel.axes import LanedAxis, MeshAxis
 from megatron_lightning.parallel.exchange import Exchange, MessageExchange
-from megatron_lightning.parallel.mesh import LanedAxis, MeshAxis
 from megatron_lightning.parallel.overlap import Overlap, announced
 from megatron_lightning.parallel.peer_memory import Refusal, shared_memory
 from megatron_lightning.parallel.whole_products import Collectives

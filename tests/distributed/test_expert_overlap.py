@@ -22,8 +22,9 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel import expert
+from megatron_lightning.parallel.axes import LanedAxis
 from megatron_lightning.parallel.main_gradient import AddsAtOnce
-from megatron_lightning.parallel.mesh import LanedAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 from tests.distributed.test_bad_input import trainer
 from tests.harness import run_ranks, run_ranks_fresh
 from tests.layout_runs import (

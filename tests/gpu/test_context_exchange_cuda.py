@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_lightning.parallel.axes import MeshAxis, urgent_options
 from megatron_lightning.parallel.context_exchange import announced, exchanged_attention
-from megatron_lightning.parallel.mesh import MeshAxis, urgent_options
 from tests.harness import run_ranks
 
 pytestmark = [

@@ -13,7 +13,7 @@ from megatron_lightning.layers import TorchBackend
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.parallel.context import check_context_parallel
-from megatron_lightning.parallel.mesh import _context_rank_lists, mesh_sizes
+from megatron_lightning.parallel.ranks import context_rank_lists, mesh_sizes
 from tests.layout_runs import tiny_config
 
 
@@ -98,7 +98,7 @@ def test_hierarchical_needs_heads_for_the_inner_ranks_only() -> None:
 
 def test_inner_ranks_are_neighbours() -> None:
     sizes = mesh_sizes(16, tensor=2, context=4)
-    lists = _context_rank_lists(sizes, ("pp", "dp", "cp", "tp"), 2)
+    lists = context_rank_lists(sizes, ("pp", "dp", "cp", "tp"), 2)
     assert lists["cp_inner"][:2] == [(0, 2), (1, 3)]
     assert lists["cp_outer"][0] == (0, 4)
     assert sorted(rank for ranks in lists["cp_outer"] for rank in ranks) == list(range(16))

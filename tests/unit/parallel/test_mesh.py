@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lightning.parallel.mesh import (
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.ranks import (
     DENSE_ORDER,
     EXPERT_ORDER,
-    ParallelMesh,
     mesh_sizes,
     rank_lists,
     shard_rank_lists,
