@@ -32,6 +32,7 @@ from megatron_lightning.cli.plan_text import as_text
 from megatron_lightning.cli.plan_values import as_values
 from megatron_lightning.config.expert import DispatcherName
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName, ShardingName
+from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.config.recompute import RecomputeMethod, RecomputeMode
 from megatron_lightning.config.training import OptimizerName
 from megatron_lightning.config.validate import raise_if_any
@@ -131,6 +132,7 @@ def _parallel(base: ParallelConfig, given: dict[str, Any]) -> ParallelConfig:
         runtime = dataclasses.replace(runtime, compile_layers=given["compile"])
     return dataclasses.replace(
         base,
+        quantization=_quantization(base.quantization, given.get("quantization")),
         **{name: given[name] for name in _PARALLEL if name in given},
         pipeline=changed(base.pipeline, _PIPELINE),
         data_parallel=changed(base.data_parallel, _DATA),
@@ -139,6 +141,22 @@ def _parallel(base: ParallelConfig, given: dict[str, Any]) -> ParallelConfig:
         expert=changed(base.expert, _EXPERT),
         runtime=runtime,
     )
+
+
+def _quantization(
+    base: QuantizationConfig | None, words: list[str] | None
+) -> QuantizationConfig | None:
+    """Recipe and FIELD=VALUE, on top of what the config file says."""
+    if words is None:
+        return base
+    known = {field.name for field in dataclasses.fields(QuantizationConfig)}
+    changes: dict[str, Any] = {"recipe": words[0]}
+    for text in words[1:]:
+        name, value = assignment(text, "keep_first=0", option="--quantization")
+        if name not in known:
+            raise UserError(f"--quantization {text}: {name!r} is none of {sorted(known)}")
+        changes[name] = value
+    return dataclasses.replace(base or QuantizationConfig(), **changes)
 
 
 def _parser() -> Parser:
@@ -171,6 +189,12 @@ def _parser() -> Parser:
     group.add_argument("--recompute-modules", nargs="+", metavar="GLOB")
     group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="of activations")
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled layers")
+    group.add_argument(
+        "--quantization",
+        nargs="+",
+        metavar="WORD",
+        help="recipe of eight or four bits, then FIELD=VALUE of QuantizationConfig",
+    )
     group = parser.add_argument_group("training")
     group.add_argument("--seq-length", type=int, metavar="TOKENS")
     group.add_argument("--micro-batch-size", type=int, metavar="SAMPLES")

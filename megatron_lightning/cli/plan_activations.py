@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_lightning.cli.plan_quantized import QuantizedLayer, quantized_layers
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.config.activations import (
     ActivationSizes,
@@ -18,6 +19,7 @@ from megatron_lightning.config.activations import (
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
 from megatron_lightning.config.recompute import RecomputeConfig
+from megatron_lightning.config.rounded_inputs import RoundedInputs, with_rounded_inputs
 from megatron_lightning.parallel.pipeline import ChunkUnits
 from megatron_lightning.precision.policy import policy_for
 from megatron_lightning.runtime.recompute import name_matches
@@ -81,15 +83,19 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     model, config = request.model, request.parallel
     sizes = activation_sizes(request)
     tokens = request.micro_batch_size * -(-request.seq_length // config.context_parallel_size)
-    whole = [tokens * _kept(model, sizes, *_kind(request, layer), ()) for layer in chunk.layers]
-    kept, again = _layers_kept(request, chunk.layers, whole, tokens, sizes)
+    quantized = quantized_layers(request)
+    rounded = [quantized[layer].inputs for layer in chunk.layers]
+    whole = [
+        tokens * _kept(model, sizes, *_kind(request, layer), (), inputs)
+        for layer, inputs in zip(chunk.layers, rounded, strict=True)
+    ]
+    kept, again = _layers_kept(request, chunk.layers, whole, rounded, tokens, sizes)
     host, device = 0.0, kept
     if config.recompute.offload:  # two layers are on their way at a time
         host, kept = kept, min(kept, 2 * kept / max(1, len(chunk.layers)))
         device = kept
         again = max([again, *(whole if config.recompute.mode == "full" else ())])
-    # The factors of a layer's products weigh as much as all that it keeps without recompute.
-    waiting = max(0.0, sum(whole) - device)
+    waiting = _put_off(request, chunk.layers, whole, device, tokens, sizes, quantized)
     if chunk.has_embedding:
         kept += tokens * embedding_bytes_per_token(model, sizes)
     working = tokens * _working_bytes_per_token(request, sizes)
@@ -112,10 +118,12 @@ def chunk_activations(request: PlanRequest, chunk: ChunkUnits) -> ChunkActivatio
     )
     loss_slices = min(LOSS_SLICE_BYTES, 2 * logits * 4 / sizes.bytes_per_element)
     # First the loss makes the logits' gradient, over the logits unless FSDP2's hooks may hold them;
-    # then the output layer's weight gets its own.
-    apart = logits if config.data_parallel.sharding == "fsdp" else 0.0
+    # then the output layer's weight gets its own, in place where products add to sums themselves.
+    sharded = config.data_parallel.sharding == "fsdp"
+    apart = logits if sharded else 0.0
+    in_sum = config.data_parallel.fuse_weight_gradients and not sharded
     weight = model.padded_vocab_size(sizes.tensor_parallel_size) * model.hidden_size
-    weight_gradient = weight / sizes.tensor_parallel_size * sizes.bytes_per_element
+    weight_gradient = weight / sizes.tensor_parallel_size * sizes.bytes_per_element * (not in_sum)
     head_backward = max(apart + loss_slices, weight_gradient)
     gone = 0.0 if config.pipeline.defer_head_gradient else of_head
     return ChunkActivations(
@@ -161,15 +169,39 @@ def _kept(
     sliding: bool,
     experts: bool,
     recomputed: tuple[str, ...],
+    rounded: RoundedInputs = (),
 ) -> float:
     rows = layer_rows(model, sizes, sliding=sliding, experts=experts)
+    rows = with_rounded_inputs(rows, rounded, sizes.bytes_per_element)
     return kept_bytes_per_token(rows, recomputed)
+
+
+def _put_off(
+    request: PlanRequest,
+    layers: Sequence[int],
+    whole: Sequence[float],
+    kept: float,
+    tokens: int,
+    sizes: ActivationSizes,
+    quantized: Sequence[QuantizedLayer],
+) -> float:
+    """Bytes beyond `kept` (less, if negative) of what a split backward leaves for later."""
+    # The factors of a layer's products weigh as much as all that it keeps without recompute.
+    # Products in low precision, but for some of experts, are not put off.
+    if not any(quantized[layer].inputs for layer in layers):
+        return max(0.0, sum(whole) - kept)
+    factors = 0.0
+    for layer in layers:
+        share = 1.0 - quantized[layer].share_at_once
+        factors += share * tokens * _kept(request.model, sizes, *_kind(request, layer), ())
+    return factors - kept
 
 
 def _layers_kept(
     request: PlanRequest,
     layers: Sequence[int],
     whole: Sequence[float],
+    rounded: Sequence[RoundedInputs],
     tokens: int,
     sizes: ActivationSizes,
 ) -> tuple[float, float]:
@@ -188,9 +220,9 @@ def _layers_kept(
         return again * entry + rest, max(0.0, whole[0] - rest)
     kept = 0.0
     back = 0.0
-    for layer, all_of_it in zip(layers, whole, strict=True):
+    for layer, all_of_it, inputs in zip(layers, whole, rounded, strict=True):
         paths = recomputed_paths(config, layer)
-        remaining = tokens * _kept(request.model, sizes, *_kind(request, layer), paths)
+        remaining = tokens * _kept(request.model, sizes, *_kind(request, layer), paths, inputs)
         kept += remaining
         back = max(back, all_of_it - remaining)
     return kept, back

@@ -18,6 +18,7 @@ from megatron_lightning.cli.plan_activations import (
     activation_sizes,
     chunk_activations,
 )
+from megatron_lightning.cli.plan_quantized import quantized_layers
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.cli.plan_traffic import Traffic, traffic_of
 from megatron_lightning.config.model import GPTConfig
@@ -56,6 +57,8 @@ class RankMemory:
     parameters: int
     gradients: int
     optimizer: int
+    rounded: int
+    """Copies of weights in eight or four bits, which stay from step to step, and histories."""
     activations: int
     """Kept for backward, at the peak."""
     buffers: int
@@ -67,7 +70,8 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Most that torch's allocator holds at once."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        states = self.parameters + self.gradients + self.optimizer + self.rounded
+        return states + self.activations + self.buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +167,19 @@ def pipeline_rank(
     shards = request.data_parallel_size * request.parallel.context_parallel_size
     experts = sum(units.experts[layer] for layer in layers)
     states = _states(request, dtypes, count - experts, experts)
-    unsharded = 0.0
-    if config.sharding == "fsdp" and shards > config.replicas:
+    low = [quantized_layers(request)[layer] for layer in layers]
+    rounded, unsharded = sum(each.bytes_held for each in low), 0.0
+    if config.sharding == "fsdp" and shards > config.replicas:  # rounded at each use
+        rounded, unsharded = 0.0, max((each.bytes_at_once for each in low), default=0.0)
         ends = count - sum(units.layers[layer] for layer in layers)
-        unsharded = _gathered(request, [units.layers[layer] for layer in layers], ends, dtypes)
+        unsharded += _gathered(request, [units.layers[layer] for layer in layers], ends, dtypes)
     if not dtypes.has_masters and dtypes.main_gradients != dtypes.parameters:
         unsharded += count * dtypes.parameters  # gradients once more in the parameters' dtype
     memory = RankMemory(
         parameters=round(states.parameters),
         gradients=round(states.gradients),
         optimizer=round(states.optimizer),
+        rounded=round(rounded),
         activations=round(kept),
         buffers=round(working + unsharded + _messages(request) + WORKSPACE_BYTES),
         host=round(states.host + host),

@@ -160,6 +160,7 @@ def _with_sizes(
         ),
         data_parallel=DataParallelConfig(sharding="optimizer" if sharded else "none"),
         runtime=config.runtime,
+        quantization=config.quantization,
     )
     return dataclasses.replace(
         request,

@@ -106,10 +106,13 @@ def _stages(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
+    quantized = plan.request.parallel.quantization is not None
     rows = []
     for rank in plan.ranks:
         m = rank.memory
-        parts = (m.parameters, m.gradients, m.optimizer, m.activations, m.buffers, m.peak, m.host)
+        parts = [m.parameters, m.gradients, m.optimizer]
+        parts += [m.rounded] if quantized else []
+        parts += [m.activations, m.buffers, m.peak, m.host]
         rows.append((rank.rank, f"{rank.num_parameters:,}", rank.peak_live, *map(gib, parts)))
     header = (
         "pipeline rank",
@@ -118,6 +121,7 @@ def _memory(plan: Plan) -> str:
         "parameters",
         "gradients",
         "optimizer",
+        *(["rounded"] if quantized else []),
         "activations",
         "buffers",
         "peak",

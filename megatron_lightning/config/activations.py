@@ -262,6 +262,8 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
     width = element * model.ffn_hidden_size / sizes.tensor_parallel_size
     gated = model.gated_linear_unit
     in_product = gated and model.activation == "silu" and model.clamp is None
+    by_output = not gated and model.activation == "relu" and not sizes.compiled
+    in_activation = ("mlp.activation",) if by_output else ()
     rows = [
         _hidden("hidden between", model, sizes, "pre_mlp_layernorm", ()),
         *_norm_rows("pre_mlp_layernorm", model, sizes, hidden, 1 / sizes.split_hidden),
@@ -274,12 +276,12 @@ def _mlp_rows(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
         SavedTensor(
             name="MLP product",
             bytes_per_token=width,
-            kept_by=("mlp.linear_fc2",),
+            kept_by=("mlp.linear_fc2", *in_activation),
             enters=("mlp.linear_fc2",),
             made_by="mlp.activation" if in_product else None,
         ),
     ]
-    inner = 2 if gated else 0 if model.activation == "relu" and not sizes.compiled else 1
+    inner = 2 if gated else 0 if by_output else 1
     rows.append(SavedTensor(name="MLP inner", bytes_per_token=width * inner, kept_by=("mlp",)))
     between = gated + (gated and model.activation == "squared_relu")  # gate, and what it came from
     if model.activation == "silu":

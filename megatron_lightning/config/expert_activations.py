@@ -46,12 +46,14 @@ def expert_tensors(
     remote = expert_size * expert_tensor_size > 1
     travel = moe.router_topk / tensor_size + (rows if remote else 0)
     numbers = (moe.num_experts * router + moe.router_topk * (INDEX_BYTES + router)) / split_hidden
-    shared_input = ("mlp.shared_experts.linear_fc1",) if moe.shared_expert_ffn_hidden_size else ()
+    readers = ("mlp.shared_experts.linear_fc1",) if moe.shared_expert_ffn_hidden_size else ()
+    readers += ("mlp.shared_expert_gate",) if moe.shared_expert_gate else ()
+    readers += ("mlp.latent_down",) if moe.latent_size else ()
     found = [
         ExpertTensor(
             name="normed MLP input",
             bytes_per_token=element * hidden,
-            kept_by=("mlp.router", *shared_input),
+            kept_by=("mlp.router", *readers),
             enters=("mlp", "mlp.router", "mlp.shared_experts"),
         ),
         ExpertTensor(name="scores", bytes_per_token=numbers, kept_by=("mlp.router",)),
@@ -60,7 +62,13 @@ def expert_tensors(
         ),
         ExpertTensor(
             name="rows of experts",
-            bytes_per_token=element * rows * inner + 4 * rows,
+            bytes_per_token=element * rows * inner,
+            kept_by=("mlp.experts.linear_fc1",),
+            enters=("mlp.experts",),
+        ),
+        ExpertTensor(
+            name="weights of rows",
+            bytes_per_token=4 * rows,
             kept_by=("mlp.experts",),
             enters=("mlp.experts",),
         ),
@@ -72,7 +80,7 @@ def expert_tensors(
         ExpertTensor(
             name="product of experts",
             bytes_per_token=element * rows * columns,
-            kept_by=("mlp.experts",),
+            kept_by=("mlp.experts.linear_fc2",),
         ),
     ]
     if moe.latent_size:

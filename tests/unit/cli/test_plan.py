@@ -97,6 +97,42 @@ data: {{paths: corpus, seq_length: 4096, micro_batch_size: 1, global_batch_size:
     assert memory["outside_of_allocator_bytes"] - RESERVED_BYTES == shared
 
 
+def low_precision(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    """Memory of the first rank of Llama-3-8B's shape with 4 layers."""
+    shape = "--preset llama3-8b --num-layers 4 --seq-length 4096 --micro-batch-size 1"
+    return plan(capsys, shape, *arguments)["memory"]["ranks"][0]
+
+
+LINEARS = 4096 * (6144 + 4096 + 3 * 14336)
+"""Weights of a layer's products."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "words", "held"),
+    [
+        ("--gpus 1", "fp8_tensorwise keep_first=0 keep_last=0", 2 * 4 * LINEARS),
+        ("--gpus 1", "fp8_tensorwise", 2 * 2 * LINEARS),
+        ("--gpus 1", "mxfp8 simulate=true keep_first=2", 2 * 2 * LINEARS),
+        ("--gpus 2 --tensor-parallel-size 2", "fp8_tensorwise", 2 * LINEARS),
+        ("--gpus 2 --pipeline-parallel-size 2", "fp8_tensorwise keep_first=0", 2 * 2 * LINEARS),
+        ("--gpus 2 --sharding optimizer", "fp8_tensorwise", 2 * 2 * LINEARS),
+        ("--gpus 2 --sharding fsdp", "fp8_tensorwise", 0),
+    ],
+)
+def test_memory_of_low_precision(
+    layout: str, words: str, held: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both operands of each weight are held, and less of activations."""
+    without = low_precision(layout, capsys=capsys)
+    with_it = low_precision(layout, "--quantization", words, capsys=capsys)
+    assert without["rounded"] == 0
+    assert with_it["rounded"] == held
+    kept = with_it["activations"] / without["activations"]
+    assert 0.7 < kept < 1 if "simulate" not in words else kept > 1
+    gathered = with_it["buffers"] - without["buffers"]
+    assert gathered == (2 * 4096 * 14336 if "fsdp" in layout else 0)
+
+
 def test_61_layers_on_4_stages(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--preset llama3-8b --num-layers 61 --gpus 4 --pipeline-parallel-size 4"
     assert plan(capsys, arguments)["layers_per_stage"] == [16, 15, 15, 15]
@@ -212,6 +248,21 @@ data: {paths: corpus, seq_length: 1024, micro_batch_size: 2, global_batch_size: 
     assert (values["num_microbatches"], values["precision"]) == (8, "bf16-mixed")
     path.write_text(path.read_text().replace("gpt_preset", "OtherModel"))
     assert "plan knows GPTModel only" in refusal(capsys, "--config", str(path))
+
+
+def test_low_precision_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--preset llama3-8b --num-layers 4 --gpus 1"
+    assert "rounded" not in _text(capsys, layout)
+    assert "rounded" in _text(capsys, layout, "--quantization fp8_rowwise")
+    assert "keep=0: 'keep' is none of" in refusal(capsys, layout, "--quantization mxfp8 keep=0")
+    assert "simulate=False" in refusal(capsys, layout, "--quantization mxfp8")
+    assert "choose one of" in refusal(capsys, layout, "--quantization fp4")
+    assert "write FIELD=VALUE" in refusal(capsys, layout, "--quantization fp8_rowwise experts")
+
+
+def _text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(words_of(*arguments))
+    return capsys.readouterr().out
 
 
 def test_text_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
