@@ -9,28 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from megatron_lightning.parallel.fsdp import shard_of
+from megatron_lightning.precision.masters import Agree, Unrounded, still_initial
 
 
 class LocalParts:
     """Parts of the sharded ones among `named_parameters`; stands where `ParameterShards` does.
 
-    `has_masters` says that the forward pass reads them rounded to another dtype.
+    `rounded` is the dtype that the forward pass reads them in, where that is another. Unrounded
+    they begin as `MasterParameters` do: while all parts of a parameter are its initial values.
     """
 
     def __init__(
-        self, named_parameters: Mapping[str, Parameter], *, has_masters: bool = False
+        self,
+        named_parameters: Mapping[str, Parameter],
+        *,
+        rounded: torch.dtype | None = None,
+        initial: Unrounded | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self._parameters = dict(named_parameters)
-        self.has_masters = has_masters
+        self._rounded = rounded
+        self._initial: Unrounded = initial or {}
+        self._agree = agree
         self.begins: dict[str, tuple[int, ...]] = {}
         """Index in each parameter at which the local tensor begins."""
         self._parts: dict[str, Parameter] = {}
         self.extend()
+
+    @property
+    def has_masters(self) -> bool:
+        """True when the forward pass reads them rounded."""
+        return self._rounded is not None
 
     @property
     def names(self) -> Collection[str]:
@@ -43,11 +58,18 @@ class LocalParts:
 
     def extend(self) -> None:
         """Take in parameters that were sharded since."""
-        for name, parameter in self._parameters.items():
-            if name not in self.begins and isinstance(parameter, DTensor):
-                local, self.begins[name] = shard_of(parameter)
-                if local.numel():
-                    self._parts[name] = Parameter(local)
+        new = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if name not in self.begins and isinstance(parameter, DTensor)
+        }
+        for name, parameter in new.items():
+            local, self.begins[name] = shard_of(parameter)
+            if local.numel():
+                self._parts[name] = Parameter(local)
+        if self._rounded is not None:
+            exact = still_initial(new.values(), self._initial, self._agree)
+            self.copy_from_model([n for n, parameter in new.items() if parameter not in exact])
 
     def cut(self, name: str, value: Tensor) -> Tensor:
         """Return the part of `value`, which is sharded as parameter `name`."""
@@ -70,8 +92,13 @@ class LocalParts:
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Nothing to wait for."""
 
-    def copy_from_model(self) -> None:
-        """Nothing: parts are the parameters."""
+    @torch.no_grad()
+    def copy_from_model(self, names: Collection[str] = ()) -> None:
+        """Round those of `names` to what the forward pass reads: parts are the parameters."""
+        for name in names:
+            part = self._parts.get(name)
+            if part is not None and self._rounded is not None and part.is_floating_point():
+                part.copy_(part.to(self._rounded))
 
     def close(self, *, wait: bool = True) -> None:
         """Nothing to let go."""

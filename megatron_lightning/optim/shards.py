@@ -62,6 +62,11 @@ class ParameterBucket:
         """True when masters are not the parameters themselves."""
         return self.masters.data_ptr() != self.own.data_ptr()
 
+    def own_values(self, part: Parameter) -> Tensor:
+        """View of the parameters' values where one of `parts` has masters."""
+        begin = part.storage_offset() - self.masters.storage_offset()
+        return self.own[begin : begin + part.numel()].view(part.shape)
+
     @torch.no_grad()
     def begin_gather(self, *, rounded: bool = False) -> None:
         """Round the masters to the own part, unless that has been done, and start to give it to the
@@ -274,8 +279,7 @@ class ParameterShards:
         found: dict[Parameter, Tensor] = {}
         for made in self._made if not self._offload else ():
             for part in made.parts.values() if made.has_copies else ():
-                begin = part.storage_offset() - made.masters.storage_offset()
-                found[part] = made.own[begin : begin + part.numel()].view(part.shape)
+                found[part] = made.own_values(part)
         return found
 
     def wait(self, names: Iterable[str] | None = None) -> None:
@@ -290,12 +294,17 @@ class ParameterShards:
     # ------------------------------------------------------------------ outside of steps
 
     @torch.no_grad()
-    def copy_from_model(self) -> None:
-        """Take the parameters' values for the masters (after they were loaded)."""
+    def copy_from_model(self, names: Collection[str] | None = None) -> None:
+        """Take the parameters' values for the masters (after they were loaded), or those of
+        `names`.
+        """
         self.wait()
         for made in self._made:
-            if made.has_copies:
+            if made.has_copies and names is None:
                 made.masters.copy_(made.own)
+            for name, part in made.parts.items():
+                if made.has_copies and names is not None and name in names:
+                    part.copy_(made.own_values(part))
 
     @torch.no_grad()
     def release(self, *, wait: bool = True) -> None:

@@ -241,6 +241,14 @@ def shard_of(tensor: DTensor) -> tuple[Tensor, tuple[int, ...]]:
     return local, offsets
 
 
+def shard_info(info: ParameterInfo, begins: Sequence[int], shape: Sequence[int]) -> ParameterInfo:
+    """The row of a shard that begins at index `begins` of the local tensor of row `info`."""
+    offsets = tuple(a + b for a, b in zip(info.offsets, begins, strict=True))
+    room = (size - begin for size, begin in zip(info.sizes, begins, strict=True))
+    sizes = tuple(max(0, min(pair)) for pair in zip(shape, room, strict=True))
+    return replace(info, offsets=offsets, sizes=sizes)
+
+
 class ShardedGradients:
     """Gradients of fully sharded parameters over one window; stands where `GradientBuckets` do.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config.plan import ParameterInfo
+from megatron_lightning.parallel.fsdp import shard_info, shard_of
 from megatron_lightning.parallel.random import Initial
 
 Table = Mapping[str, ParameterInfo]
@@ -62,10 +63,11 @@ def initial_values(
     network: nn.Module, table: Table, *, seed: int, prefix: str = ""
 ) -> dict[nn.Parameter, Callable[[], Tensor]]:
     """For every parameter that `initials` draw, how to draw it again, in float32 and unrounded: a
-    function that returns values of the parameter's local shape on its device.
+    function that returns values of the parameter's local shape on its device, of a fully sharded
+    one those of this rank's shard.
     """
     found: dict[nn.Parameter, Callable[[], Tensor]] = {}
-    for _, module, held in _owned_parameters(network, table, prefix):
+    for _, module, held in _owned_parameters(network, table, prefix, sharded=True):
         initials = _initials(module) or {}
         for name, info in held.items():
             parameter = getattr(module, name)
@@ -76,8 +78,12 @@ def initial_values(
 
 
 def _drawn(initial: Initial, like: Tensor, info: ParameterInfo, seed: int) -> Tensor:
-    value = torch.empty(like.shape, dtype=torch.float32, device=like.device)
-    _fill(initial, value, info, seed)
+    if isinstance(like, DTensor):
+        like, begins = shard_of(like)
+        info = shard_info(info, begins, like.shape)
+    value = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+    if all(info.sizes):  # a shard may be nothing but padding
+        _fill(initial, value, info, seed)
     return value
 
 
@@ -125,16 +131,17 @@ def lost_buffers(module: nn.Module) -> list[str]:
 
 
 def _owned_parameters(
-    network: nn.Module, table: Table, prefix: str
+    network: nn.Module, table: Table, prefix: str, *, sharded: bool = False
 ) -> Iterator[tuple[str, nn.Module, dict[str, ParameterInfo]]]:
     """(path, module, own parameters' table entries); modules that own a tied parameter come first.
+    `sharded`: also of those that are sharded (and filled) already.
 
     So a tied parameter is drawn by its owner's `initials`, whichever module stands first.
     """
     by_id = {id(parameter): table[prefix + name] for name, parameter in network.named_parameters()}
     found = []
     for path, module in network.named_modules():
-        held = {name: by_id[id(p)] for name, p in _own(module)}
+        held = {name: by_id[id(p)] for name, p in _own(module, sharded=sharded)}
         if held:
             names = [prefix + (f"{path}.{name}" if path else name) for name in held]
             foreign = any(
@@ -247,10 +254,10 @@ def _reset_plain_buffers(module: nn.Module) -> None:
         getattr(module, name).copy_(value)
 
 
-def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _own(module: nn.Module, *, sharded: bool = False) -> list[tuple[str, nn.Parameter]]:
     """The module's own parameters, without those that are sharded (and filled) already."""
     held = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [(name, parameter) for name, parameter in held if not isinstance(parameter, DTensor)]
+    return [(name, p) for name, p in held if sharded or not isinstance(p, DTensor)]
 
 
 def _meta(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,10 +7,11 @@ parameters listed in them are exchanged (mixed-precision training with master we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -34,11 +35,17 @@ def still_initial(
     known = [parameter for parameter in dict.fromkeys(parameters) if parameter in initial]
     if not known:
         return {}
-    verdicts = torch.stack([(initial[p]().to(p.dtype) == p).all() for p in known]).int()
+    verdicts = torch.stack([_equal(p, initial[p]()) for p in known]).int()
     if agree is not None:
         agree(verdicts)
     same = verdicts.tolist()
     return {p: initial[p] for p, verdict in zip(known, same, strict=True) if verdict}
+
+
+def _equal(parameter: Parameter, value: Tensor) -> Tensor:
+    """Whether the local values are `value`, rounded."""
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return (value.to(held.dtype) == held).all()
 
 
 class MasterParameters:
@@ -48,7 +55,9 @@ class MasterParameters:
     Parameters that already have the dtype are left to the optimizer as they are. The masters take
     over optimizer state that is there. They begin as the model's weights, and while these are the
     initial ones, as those before rounding: a master that begins as the rounded value lies in the
-    middle of what is rounded alike, so that the first small steps would move no weight at all.
+    middle of what is rounded alike, so that the first small steps would move no weight at all. A
+    weight of which any value, on any rank, is changed before the first batch is the master as it
+    is, all of it (`changes.WeightChanges`).
     """
 
     def __init__(
@@ -91,10 +100,17 @@ class MasterParameters:
             torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
 
     @torch.no_grad()
-    def copy_from_model(self) -> None:
-        """Take the model's weights for the masters (after weights were loaded without masters)."""
-        if self._master_of:
-            torch._foreach_copy_(list(self._master_of.values()), list(self._master_of))
+    def copy_from_model(self, names: Collection[str] | None = None) -> None:
+        """Take the model's weights for the masters (after weights were loaded without masters), or
+        those of `names`.
+        """
+        wanted = {
+            parameter: master
+            for parameter, master in self._master_of.items()
+            if names is None or self._names[parameter] in names
+        }
+        if wanted:
+            torch._foreach_copy_(list(wanted.values()), list(wanted))
 
     def attach_gradients(self) -> None:
         """Give each master its weight's gradient: the same tensor where that has the masters'

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.checkpoint import BoxedTensor
 from megatron_lightning.config.plan import ParameterInfo
-from megatron_lightning.parallel.fsdp import shard_of
+from megatron_lightning.parallel.fsdp import shard_info, shard_of
 
 
 def box_of(value: Tensor, info: ParameterInfo) -> Tensor:
@@ -26,10 +26,8 @@ def box_of_shard(part: Tensor, begins: tuple[int, ...], info: ParameterInfo) -> 
     """Return a box of a local tensor, which begins at index `begins` of it, as a global box."""
     if part.dim() == 0:
         return part.detach()
-    offsets = [a + b for a, b in zip(info.offsets, begins, strict=True)]
-    room = [size - begin for size, begin in zip(info.sizes, begins, strict=True)]
-    sizes = [max(0, min(pair)) for pair in zip(part.shape, room, strict=True)]
-    return BoxedTensor.from_local(part, info.global_shape, offsets, sizes)
+    held = shard_info(info, begins, part.shape)
+    return BoxedTensor.from_local(part, info.global_shape, held.offsets, held.sizes)
 
 
 def box_of_part(

@@ -65,8 +65,8 @@ class ParallelModel:
     initial_values: Mapping[nn.Parameter, Callable[[], Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
-    """How to draw parameters again as they were before their values were rounded; empty where they
-    are kept unrounded."""
+    """How to draw parameters again as they were before their values were rounded, of fully sharded
+    ones this rank's shard."""
     buckets: GradientBuckets | ShardedGradients | None = field(default=None, init=False)
     """None when not training, or under manual optimization."""
     expert_balance: ExpertBalance | None = field(default=None, init=False)

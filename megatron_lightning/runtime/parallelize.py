@@ -118,11 +118,11 @@ def parallelize(
         )
         if shards is None:
             fill(chunk, "")
-            drawn |= initial_values(chunk, rows, seed=seed, prefix=f"{target.attribute}.")
         else:
             names = [n.removeprefix(f"{target.attribute}.") for n, r in rows.items() if r.expert]
             layers, units = layers_of(chunk, target.plan), expert_units(chunk, names)
             roots.append((shard_network(chunk, layers, shards, fill, units),))
+        drawn |= initial_values(chunk, rows, seed=seed, prefix=f"{target.attribute}.")
         table |= {
             row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
         }

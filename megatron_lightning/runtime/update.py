@@ -24,6 +24,7 @@ from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.precision.changes import WeightChanges
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.policy import PrecisionPolicy
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
@@ -68,7 +69,12 @@ class ParameterUpdate:
         has_masters = model.plan is not None and policy.has_masters
         shards: ParameterShards | LocalParts | None = None
         if isinstance(model.buckets, ShardedGradients):
-            shards = LocalParts(model.parameters, has_masters=has_masters)
+            shards = LocalParts(
+                model.parameters,
+                rounded=policy.params_dtype if has_masters else None,
+                initial=model.initial_values,
+                agree=self._agree,
+            )
         elif config.data_parallel.sharding == "optimizer" and model.buckets is not None:
             shards = ParameterShards(
                 model.buckets,
@@ -95,6 +101,8 @@ class ParameterUpdate:
                 initial=model.initial_values,
                 agree=self._agree,
             )
+        self._changes: WeightChanges | None = None
+        self.remember_weights()
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
             self._gate = LayerGate(model, shards.wait)
@@ -113,7 +121,10 @@ class ParameterUpdate:
 
     def _agree(self, verdicts: Tensor) -> None:
         """The least of all ranks that hold parts of this stage's parameters."""
-        axes = {axis.ranks: axis for axis in (self._mesh.axis("ep_etp"), self._mesh.tp)}
+        over = [self._mesh.axis("ep_etp"), self._mesh.tp]
+        if isinstance(self._model.buckets, ShardedGradients):
+            over.append(self._mesh.dp_cp)
+        axes = {axis.ranks: axis for axis in over}
         for axis in axes.values():
             all_reduce_(verdicts, axis, "min")
 
@@ -131,6 +142,7 @@ class ParameterUpdate:
             self._tail.begin()
         buckets = self._model.buckets
         assert buckets is not None
+        self.take_changes()
         if buckets.is_stale:
             self.wait()
             buckets.rebuild()
@@ -325,6 +337,26 @@ class ParameterUpdate:
             self.distributed.shards.copy_from_model()
         elif self.masters is not None:
             self.masters.copy_from_model()
+
+    def remember_weights(self) -> None:
+        """Note what weights are, now that masters are as they are meant to be."""
+        if self.has_masters:
+            self.wait()
+            self._changes = WeightChanges(self._model.parameters)
+
+    def take_changes(self) -> None:
+        """Before the first batch: take for masters what hooks have made of weights meanwhile. All
+        ranks must call it; it waits for the device, once.
+        """
+        if self._changes is None:
+            return
+        self.wait()
+        changed = self._changes.names(self._agree)
+        self._changes = None
+        if changed and self.distributed is not None:
+            self.distributed.shards.copy_from_model(changed)
+        elif changed and self.masters is not None:
+            self.masters.copy_from_model(changed)
 
     def close(self, *, wait: bool = True) -> None:
         """End training; what is updated can still be saved. Without `wait` (after a failure, when

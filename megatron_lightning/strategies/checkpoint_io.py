@@ -170,6 +170,8 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     elif strategy.update is not None:
         strategy.update.copy_from_model()
         _masters_from_weights(strategy, strategy.update, folder, strategy.update.updated())
+    if strategy.update is not None:
+        strategy.update.remember_weights()
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
 
 

@@ -234,6 +234,8 @@ class MegatronStrategy(ModelStrategy):
         """
         self.saves.poll()
         self.saves.state_changes()
+        if self._update is not None:
+            self._update.take_changes()
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(batch, *args, **kwargs)  # type: ignore[union-attr]
 

@@ -4,15 +4,26 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config import DataParallelConfig, MoEConfig
 from megatron_lightning.models.gpt import GPTModel
+from megatron_lightning.parallel.fsdp import shard_of
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Run, assemble, tiny_config, train
+from tests.layout_runs import (
+    Recorder,
+    Run,
+    assemble,
+    assert_same_training,
+    boxes,
+    tiny_config,
+    train,
+)
 
 RUN = Run(
     config=tiny_config(num_layers=2, tie_word_embeddings=True),
@@ -96,6 +107,95 @@ def test_a_changed_row_means_the_same_in_every_layout(size: int, options: dict[s
     rounded = {name for name, value in wanted.items() if torch.equal(weights[name], value)}
     assert sum(wanted[name].std() > 0 for name in rounded) == 3
     assert rounded != wanted.keys()
+
+
+ROW = 3
+"""The row that is changed of each of these parameters, in the hook that stands behind it."""
+CHANGED_IN = {
+    "decoder.layers.0.self_attention.linear_proj.weight": "configure_optimizers",
+    "decoder.layers.1.mlp.linear_fc2.weight": "on_fit_start",
+    "embedding.word_embeddings.weight": "on_train_start",
+    "decoder.layers.1.self_attention.linear_qkv.weight": "on_train_batch_start",
+}
+
+
+@torch.no_grad()
+def change_row(trainer: Any, hook: str) -> None:
+    """Set a row to a number that bfloat16 hasn't, of the embedding to 0, wherever it lies."""
+    model = trainer.strategy.parallel_model
+    for name, info in model.table.items():
+        for ending, wanted in CHANGED_IN.items():
+            if not name.endswith(ending) or wanted != hook:
+                continue
+            parameter = model.parameters[name]
+            sharded = isinstance(parameter, DTensor)
+            local, begins = shard_of(parameter) if sharded else (parameter, (0,))
+            row = ROW - info.offsets[0] - begins[0]
+            if 0 <= row < len(local):
+                local[row] = 0.0 if "embedding" in name else 0.1
+
+
+class Hooks(Recorder):
+    """Changes rows before training; initial weights and masters are those of the first step."""
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        change_row(trainer, "on_fit_start")
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        change_row(trainer, "on_train_start")
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == 0:
+            change_row(trainer, "on_train_batch_start")
+            self.initial = boxes(trainer, "value")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        if not self.norms:
+            self.initial_masters = boxes(trainer, "master")
+        super().on_before_optimizer_step(trainer, module, optimizer)
+
+
+class RowsChanged(GPTModel):
+    """As `Hooks`, where optimizers are made."""
+
+    def configure_optimizers(self) -> Any:
+        change_row(self.trainer, "configure_optimizers")
+        return super().configure_optimizers()
+
+
+def train_with_hooks(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    with patch.multiple(layout_runs, GPTModel=RowsChanged, Recorder=Hooks):
+        return train(rank, world_size, run)
+
+
+HOOKED = replace(RUN, config=tiny_config(num_layers=2), steps=3, keep_gradients=(0,))
+DATA_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp2_sharded_optimizer": (2, dict(data_parallel=SHARDED)),
+    "dp2_fully_sharded": (2, dict(data_parallel=DataParallelConfig(sharding="fsdp"))),
+    "tp2": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+}
+
+
+def test_rows_that_hooks_change_before_training() -> None:
+    """Each such weight's masters are the weight, all of it; the others' begin unrounded; and all
+    layouts train alike.
+    """
+    (single,) = run_ranks_fresh(train_with_hooks, 1, HOOKED)
+    weights, masters = assemble([single["initial"]]), assemble([single["masters"][0]])
+    final = assemble([single["final"]])
+    for name, weight in weights.items():
+        changed = any(name.endswith(ending) for ending in CHANGED_IN)
+        assert torch.equal(masters[name], weight) == (changed or weight.std() == 0), name
+    embedding = next(name for name in weights if name.endswith("word_embeddings.weight"))
+    for size, options in DATA_LAYOUTS.values():
+        ranks = run_ranks_fresh(train_with_hooks, size, replace(HOOKED, layout=options))
+        found = assemble([rank["masters"][0] for rank in ranks])
+        differ = [name for name, value in masters.items() if not torch.equal(found[name], value)]
+        assert not differ, options
+        assert_same_training(ranks, single, torch.bfloat16)
+    assert not weights[embedding][ROW].any()
+    assert final[embedding][ROW].abs().max() < 0.01
 
 
 def test_small_steps_move_weights() -> None:
