@@ -10,7 +10,7 @@ Prints one JSON line a configuration:
 
 Whatever has no option of its own is set by `--set`: a field of the strategy's configs
 (`--set pipeline.head_cost=0.9 data_parallel.bucket_size=10_000_000`) or of the network
-(`--set network.qk_layernorm=True`).
+(`--set network.qk_layernorm=True`), several behind one `--set` or each behind its own.
 
 Tokens a second a GPU are the median over `--steps` steps, the device synchronised around each.
 FLOPs a token: 6 N_matmul + k L heads head_dim S, k = 12 for the whole score matrix (full), 6 for
@@ -278,6 +278,30 @@ def trainer_of(
     )
 
 
+def train(
+    shape: dict[str, Any], config: GPTConfig, layout: ParallelConfig, args: argparse.Namespace
+) -> tuple[Clock, Kernels | None]:
+    """Fit `--warm` + `--steps` steps; what was seen, with the kernels of one step if asked for."""
+    clock = Clock()
+    kernels = Kernels(args.warm - 1) if args.profile or args.busy else None
+    callbacks: list[L.Callback] = [clock] if kernels is None else [clock, kernels]
+    if args.timeline:
+        last = args.warm + args.steps - 1
+        callbacks.append(StepTimeline(last, directory=args.timeline))
+    model = GPTModel(
+        config,
+        OptimizerConfig(lr=1e-4),
+        SchedulerConfig(lr_decay_style="constant"),
+        backend=args.backend,
+    )
+    arrives = stage_input(shape, tp=args.tp, cp=args.cp)
+    alone = mirrored(ranks=args.mirror, rank=args.rank, arrives=arrives)
+    with alone if args.mirror else contextlib.nullcontext():
+        trainer = trainer_of(layout, args, callbacks)
+        trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
+    return clock, kernels
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train `--warm` + `--steps` steps of one shape."""
     shape = shape_of(name, args)
@@ -287,35 +311,36 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         gc.collect()  # what the shape before left in cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    clock = Clock()
-    kernels = [Kernels(args.warm - 1)] if args.profile or args.busy else []
-    model = GPTModel(
-        config,
-        OptimizerConfig(lr=1e-4),
-        SchedulerConfig(lr_decay_style="constant"),
-        backend=args.backend,
-    )
-    timeline: list[L.Callback] = []
-    if args.timeline:
-        last = args.warm + args.steps - 1
-        timeline = [StepTimeline(last, directory=args.timeline)]
-    arrives = stage_input(shape, tp=args.tp, cp=args.cp)
-    alone = mirrored(ranks=args.mirror, rank=args.rank, arrives=arrives)
-    with alone if args.mirror else contextlib.nullcontext():
-        trainer = trainer_of(layout, args, [clock, *kernels, *timeline])
-        trainer.fit(model, RandomTokens(shape, args.warm + args.steps, args.packed))
-    for one in kernels:
-        table = one.table()
+    clock, kernels = train(shape, config, layout, args)
+    if kernels is not None:
+        table = kernels.table()
         if args.profile:
             print(table, flush=True)
-    seconds = sorted(clock.seconds[args.warm :])
-    step = statistics.median(seconds)
-    tokens = shape["micro"] * shape["accumulate"] * shape["seq"]
+    return {
+        **asked_for(name, shape, layout, args),
+        **rates(shape, config, clock, top, args),
+        "kernel_busy_share": None if kernels is None else round(kernels.busy_share, 4),
+        "peak_gib": round(clock.peak_gib, 2),
+        "shared_gib": round(clock.shared_gib, 2),
+        "first_loss": clock.losses[0],
+        "last_loss": clock.losses[-1],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def ranks_of(args: argparse.Namespace) -> tuple[int, int]:
+    """(ranks of the layout, data ranks of them)."""
     ranks = args.mirror or args.devices
-    dp = ranks // (args.tp * args.pp * args.cp)
-    rate = tokens * dp / step / ranks
-    tflops = rate * config.flops_per_token(shape["seq"]) / 1e12
-    causal = rate * config.flops_per_token(shape["seq"], causal=True) / 1e12
+    return ranks, ranks // (args.tp * args.pp * args.cp)
+
+
+def asked_for(
+    name: str, shape: dict[str, Any], layout: ParallelConfig, args: argparse.Namespace
+) -> dict[str, Any]:
+    """What the command line said, as far as it counts."""
+    ranks, dp = ranks_of(args)
     return {
         "shape": name,
         "compile": args.compile,
@@ -341,6 +366,25 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "memory_budget": args.memory_budget,
         "sharding": args.sharding,
         "fuse_weight_gradients": not args.no_fuse,
+    }
+
+
+def rates(
+    shape: dict[str, Any],
+    config: GPTConfig,
+    clock: Clock,
+    top: float | None,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Tokens, times and operations of the steps behind `--warm`; `top`: see `ceiling`."""
+    ranks, dp = ranks_of(args)
+    seconds = sorted(clock.seconds[args.warm :])
+    step = statistics.median(seconds)
+    tokens = shape["micro"] * shape["accumulate"] * shape["seq"]
+    rate = tokens * dp / step / ranks
+    tflops = rate * config.flops_per_token(shape["seq"]) / 1e12
+    causal = rate * config.flops_per_token(shape["seq"], causal=True) / 1e12
+    return {
         "tokens_per_second_per_gpu": round(rate),
         "step_ms": round(1e3 * step, 1),
         "step_ms_p95": round(1e3 * seconds[int(0.95 * (len(seconds) - 1))], 1),
@@ -351,14 +395,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "mfu_causal": round(causal / H200_BF16_TFLOPS, 4),
         "ceiling_tflops": top and round(top, 1),
         "share_of_ceiling": top and round(tflops / top, 4),
-        "kernel_busy_share": round(kernels[0].busy_share, 4) if kernels else None,
-        "peak_gib": round(clock.peak_gib, 2),
-        "shared_gib": round(clock.shared_gib, 2),
-        "first_loss": clock.losses[0],
-        "last_loss": clock.losses[-1],
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
     }
 
 
@@ -385,7 +421,8 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="samples full of short documents")
     parser.add_argument("--memory-budget", type=float, default=1.0, help="of torch.compile: below"
                         " 1, cheap operations are computed again in backward")  # fmt: skip
-    parser.add_argument("--set", nargs="+", default=[], help="SECTION.FIELD=VALUE of a config")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], help="SECTION.FIELD=VALUE"
+                        " of a config; --set may come again")  # fmt: skip
     parser.add_argument("--fp8", choices=REAL_RECIPES, help="recipe of the linear layers")
     parser.add_argument("--keep", type=int, default=0, help="--fp8: first and last layers in bf16")
     parser.add_argument("--sharding", default="none", choices=["none", "optimizer", "fsdp"])

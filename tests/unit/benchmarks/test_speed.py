@@ -59,6 +59,26 @@ def test_every_row_is_a_valid_layout_of_as_many_gpus(
         assert rows.row_of(run) == name
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--set", "pipeline.head_cost=0.5", "network.qk_layernorm=True"],
+        ["--set", "pipeline.head_cost=0.5", "--set", "network.qk_layernorm=True"],
+        ["--set", "pipeline.head_cost=0.5", "--tp", "1", "--set", "network.qk_layernorm=True"],
+    ],
+)
+def test_settings_behind_one_option_or_several(
+    words: list[str], module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step = module("train_step")
+    assert arguments(train_step, monkeypatch).set == []
+    args = arguments(train_step, monkeypatch, *words)
+    assert args.set == ["pipeline.head_cost=0.5", "network.qk_layernorm=True"]
+    assert train_step.layout_of(args).pipeline.head_cost == 0.5
+    assert train_step.network_of(train_step.shape_of("a", args), args).qk_layernorm
+    assert arguments(train_step, monkeypatch).set == []
+
+
 def test_settings_reach_their_field_and_unknown_ones_are_refused(module: Any) -> None:
     from megatron_lightning.config.parallel import ParallelConfig
 
