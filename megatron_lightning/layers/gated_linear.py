@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lightning.layers import kernels
 from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
 from megatron_lightning.parallel.column import DefersWeightGradient
-from megatron_lightning.parallel.main_gradient import main_gradient_of, weight_gradient
+from megatron_lightning.parallel.main_gradient import add_or_put_off, weight_gradient
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.overlap import Overlap, scattered_gradients, scattered_product
 
@@ -60,7 +60,7 @@ def gated_linear_gradients(grad: Tensor, inner: Tensor, weight: Tensor, ticket: 
     `ticket`: a new empty tensor, see `parallel/main_gradient.py`.
     """
     grad_inner, product = _gradient_and_product(grad @ weight, inner)
-    main_gradient_of(weight).add_product(grad, product)
+    add_or_put_off(weight, grad, product)
     return grad_inner
 
 

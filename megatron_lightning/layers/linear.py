@@ -64,11 +64,13 @@ class Linear(nn.Module):
         With `after_gate` the input is (..., 2, in_features), of which silu(gate) * up passes the
         layer without being kept (`layers/gated_linear.py`); not with adapters or low precision.
         """
-        if after_gate:
-            sink = self.weight_sink
-            return self._after_gate(x) if sink is None else sink.run(self._after_gate, x)
+        forward = self._after_gate if after_gate else self._forward
         apart = self.quantized or self.weight_sink
-        y = self._forward(x) if apart is None else apart.run(self._forward, x)
+        if apart is None:
+            y = forward(x)
+        else:
+            sums = self.sums_weight_gradient or not self.weight.requires_grad
+            y = apart.run(forward, x, sums=sums)
         return y if self.adapters is None else self.adapters(x, y)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -77,18 +79,24 @@ class Linear(nn.Module):
         bias = None if self.bias is None else self.bias.view(-1)
         inner_bias = None if self.sums_output else bias
         sums, after = self.sums_weight_gradient, self.after
+        # the sum of partial outputs may be one with the product
+        fused = after if self.sums_output else None
+        after = None if self.sums_output else after
         if self.quantized is not None:
-            y = self.quantized(x, weight, inner_bias, self.before, sums=sums)
-        else:  # the sum of partial outputs may be one with the product
-            fused = after if self.sums_output else None
-            after = None if self.sums_output else after
+            y = self.quantized(x, weight, inner_bias, self.before, sums=sums, after=fused)
+        else:
             y = bordered_linear(
-                x, weight, inner_bias, self.before, self.weight_sink, sums=sums, after=fused
+                x, weight, inner_bias, self.before, self._sink, sums=sums, after=fused
             )
         y = y.unflatten(-1, output_shape) if len(output_shape) > 1 else y
         if after is not None:
             y = after(y)
         return y if self.bias is None or not self.sums_output else y + self.bias
+
+    @property
+    def _sink(self) -> DefersWeightGradient | None:
+        sink = self.weight_sink
+        return sink if sink is not None and sink.is_asked else None
 
     def _after_gate(self, x: Tensor) -> Tensor:
         assert self.adapters is None
@@ -99,7 +107,7 @@ class Linear(nn.Module):
         weight = self.weight.view(-1, self.weight.shape[-1])
         bias = None if self.bias is None else self.bias.view(-1)
         inner_bias = None if self.sums_output else bias
-        sums, after, sink = self.sums_weight_gradient, self.after, self.weight_sink
+        sums, after, sink = self.sums_weight_gradient, self.after, self._sink
         fused = after if self.sums_output and sink is None else None
         if isinstance(fused, RowOutput) and fused.overlap.scatters(
             x.select(-2, 0), fused.sequence_dim

@@ -35,8 +35,15 @@ from megatron_lightning.parallel.overlap import Overlap, gathered_linear
 class DefersWeightGradient(Protocol):
     """A place for the factors of a weight's gradient, see `parallel/weight_gradient.py`."""
 
-    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`forward(x)` of the layer, outside of compiled regions."""
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor, *, sums: bool) -> Tensor:
+        """`forward(x)` of the layer, if need be outside of compiled regions. `sums`: its weight's
+        gradient goes to a main gradient, or there is none.
+        """
+        ...
+
+    @property
+    def is_asked(self) -> bool:
+        """False in a compiled region, where the operations ask."""
         ...
 
     def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:

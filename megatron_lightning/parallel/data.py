@@ -178,7 +178,8 @@ class GradientBuckets:
     def serve(self, layers: Iterable[nn.Module]) -> None:
         """Let layers add the gradients of their `weight` here themselves, from the next `reset` on.
 
-        They have an attribute `sums_weight_gradient`, which says whether they do.
+        They have an attribute `sums_weight_gradient`, which says whether they do, and a
+        `weight_sink`, which may be asked first.
         """
         self._layers = list(layers)
 
@@ -191,6 +192,9 @@ class GradientBuckets:
             if layer.sums_weight_gradient is not sums:  # setting an attribute of a module is slow
                 layer.sums_weight_gradient = sums
             if slot is not None:
+                sink = layer.weight_sink
+                if sink is not None and sink.in_regions:
+                    slot.put_off = sink.defer
                 announce(slot)
 
     def begin_run(self) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megatron_lightning.config.plan import Gradient, ParameterInfo
 from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
-from megatron_lightning.parallel.main_gradient import add_product_
+from megatron_lightning.parallel.main_gradient import PutOff, add_product_
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.precision.accumulate import add_to_sum_
 
@@ -143,6 +143,8 @@ class Slot:
     """True when it got a gradient in this window; after agreement, when any replica did."""
     summed: bool = False
     """True when layers have added to the view themselves since the hook was called."""
+    put_off: PutOff | None = None
+    """See `MainGradient`."""
 
     def add(self, grad: Tensor) -> None:
         """Add a gradient to the view; the first one of a window is copied."""

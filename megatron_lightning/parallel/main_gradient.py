@@ -23,13 +23,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from megatron_lightning.parallel.mesh import MeshAxis
+
 _HALVES = (torch.bfloat16, torch.float16)
+
+PutOff = Callable[[Tensor, Tensor, MeshAxis, int | None], bool]
+"""`DefersWeightGradient.defer`: (gradient, input, axis and dim of what the input is a part of) ->
+whether they are kept for later."""
+_WHOLE = MeshAxis(name="whole")
 
 
 class MainGradient(Protocol):
     """One weight and the sum of its gradients: `parallel.flat.Slot`."""
 
     parameter: Parameter
+    put_off: PutOff | None
+    """What an operation of a compiled region asks first, where the schedule splits backwards."""
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
         """Add grad^T x: (..., out), (..., in) -> (out, in)."""
@@ -51,6 +60,8 @@ class AddsAtOnce:
 
     sums_weight_gradient = False
     """Set by the buckets; False: autograd gets the gradient."""
+    weight_sink = None
+    """Nobody is asked first."""
 
     def __init__(self, weight: Parameter) -> None:
         self.weight = weight
@@ -90,6 +101,18 @@ def main_gradient_of(weight: Tensor) -> MainGradient:
     return found
 
 
+def is_put_off(weight: Tensor, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
+    """Whether grad^T x is taken for later: (..., out) and the part along `dim` of (..., in)."""
+    put_off = main_gradient_of(weight).put_off
+    return put_off is not None and put_off(grad, x, axis, dim)
+
+
+def add_or_put_off(weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad^T x to the sum of `weight`, at once or later: (..., out), (..., in) -> (out, in)."""
+    if not is_put_off(weight, grad, x, _WHOLE, None):
+        main_gradient_of(weight).add_product(grad, x)
+
+
 def add_product_(total: Tensor, grad: Tensor, x: Tensor, *, first: bool) -> None:
     """`total` += grad^T x, or with `first` `total` = grad^T x: (..., out), (..., in) -> (out, in),
     in whatever shape `total` has.
@@ -126,7 +149,7 @@ def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, ticket: Tensor) ->
     `ticket`: a new empty tensor, so that equal calls are not merged into one.
     """
     grad_x = grad @ weight
-    main_gradient_of(weight).add_product(grad, x)
+    add_or_put_off(weight, grad, x)
     return grad_x
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class Overlap:
     def __deepcopy__(self, memo: dict[int, Any]) -> Overlap:
         """Itself, as the axis."""
         return self
+
+    def plain(self) -> Overlap:
+        """By collectives alone: products that are put off outlive what an exchange lends them."""
+        return replace(self, exchange=self.whole, least_bytes=0)
 
     def gathers(self, x: Tensor, dim: int | None) -> bool:
         """Whether the parts `x` can be gathered along `dim` in one operation with the product."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_lightning.parallel import overlapped, whole_products
 from megatron_lightning.parallel.exchange import Exchange
-from megatron_lightning.parallel.main_gradient import main_gradient_of
+from megatron_lightning.parallel.main_gradient import add_or_put_off, is_put_off
 from megatron_lightning.parallel.overlapped import WeightGradient
 from megatron_lightning.parallel.whole_products import Collectives
 
@@ -56,9 +57,11 @@ def run_gather_linear_backward(
     needs_weight: bool,
     sums: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and weight; None: not needed, or in its sum."""
-    multiply = _multiply(weight, needs_weight, sums)
-    exchange, factors = exchanges[name], (_rows(grad), _rows(x), weight, multiply)
+    """Gradients of x and weight; None: not needed, in its sum, or put off with the own part."""
+    exchange, rows, own = exchanges[name], _rows(grad), _rows(x)
+    if needs_weight and sums:
+        needs_weight = not is_put_off(weight, rows, own, exchange.axis, 0)
+    factors = rows, own, weight, _multiply(weight, needs_weight, sums)
     if isinstance(exchange, Collectives):
         grad_x, grad_weight = whole_products.gather_product_backward(
             *factors, exchange.axis, needs_x=needs_x
@@ -102,7 +105,7 @@ def _multiply(weight: Tensor, needed: bool, sums: bool) -> WeightGradient | None
         return None
     if not sums:
         return lambda grad, x: grad.t() @ x
-    return main_gradient_of(weight).add_product  # returns None
+    return partial(add_or_put_off, weight)  # returns None
 
 
 # ------------------------------------------------------------------ the same in compiled regions

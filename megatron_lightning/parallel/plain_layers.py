@@ -60,7 +60,7 @@ def _before_and_linear(
     if isinstance(before, ColumnInput):
         return before.linear(x, weight, bias, sink, sums=sums)
     x = x if before is None else before(x)
-    if sums and not torch.is_autocast_enabled(x.device.type):
+    if sums and sink is None and not torch.is_autocast_enabled(x.device.type):
         return summing_linear(x, weight, bias)
     return F.linear(x, weight, bias) if sink is None else deferrable_linear(x, weight, bias, sink)
 
@@ -80,13 +80,14 @@ class SplitLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
         apart = self.quantized or self.weight_sink
-        return self._forward(input) if apart is None else apart.run(self._forward, input)
+        if apart is None:
+            return self._forward(input)
+        return apart.run(self._forward, input, sums=False)
 
     def _forward(self, input: Tensor) -> Tensor:
         bias = None if self.sums_output else self.bias
         if self.quantized is not None:
-            y = self.quantized(input, self.weight, bias, self.before, sums=False)
-            y = y if self.after is None else self.after(y)
+            y = self.quantized(input, self.weight, bias, self.before, sums=False, after=self.after)
         else:
             y = bordered_linear(
                 input, self.weight, bias, self.before, self.weight_sink, after=self.after

@@ -29,6 +29,7 @@ from megatron_lightning.parallel.quantized import (
     WeightClock,
     largest_over,
 )
+from megatron_lightning.parallel.quantized_borders import one_operation
 from megatron_lightning.parallel.quantized_experts import RowScaledExperts
 from megatron_lightning.parallel.quantized_region import announce
 from megatron_lightning.parallel.rounding_noise import RoundingNoise
@@ -266,6 +267,9 @@ def apply_quantization(
             device=mesh.device,
         )
     quantization = Quantization(mesh, delayed, whole=whole)
+    whole_layers = one_operation(
+        mesh.tp, sequence_parallel=sequence_parallel, sequence_dim=plan.sequence_dim
+    )
     for name, module in modules.items():
         if hasattr(module, "quantized_experts"):
             row = table[f"{prefix}{name}.weight"]
@@ -288,7 +292,7 @@ def apply_quantization(
             clock=quantization.clock,
             keeps_weights=keeps_weights,
             noise=_noise(config, prefix + name, row, plan.sequence_dim, streams, seed),
-            in_regions=bool(recipe.layout) and keeps_weights and mesh.tp.size == 1,
+            in_regions=bool(recipe.layout) and keeps_weights and whole_layers,
         )
         quantization.add(module.quantized, module)
     if config.fp8_gather:

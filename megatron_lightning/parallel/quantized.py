@@ -19,18 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.parallel.collectives import (
-    Finish,
-    all_gather,
-    all_reduce_,
-    begin_all_gather,
-    begin_all_reduce_,
-    begin_reduce_scatter,
-)
+from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized_region import RegionLinear
+from megatron_lightning.parallel.quantized_borders import gradients, joins_parts, product
+from megatron_lightning.parallel.quantized_region import Borders, RegionLinear
+from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.operands import (
@@ -47,9 +42,6 @@ TensorSplit = Literal["columns", "rows", "none"]
 """What of a linear layer the tensor axis splits: output features, input features, nothing."""
 NoiseSource = Callable[[torch.Size, torch.Size, torch.device], Noise]
 """(shape of the layer's input, shape of the gradient's matrix, device) -> its noise."""
-
-_ALIGNMENT = 16
-"""Rows of a part of the sequence that is rounded before it is gathered: what products need."""
 
 
 @dataclass
@@ -101,22 +93,51 @@ class QuantizedProducts:
         before: Callable[[Tensor], Tensor] | None,
         *,
         sums: bool,
+        after: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """`F.linear(before(x), weight, bias)` by the recipe: (..., in), (out, in) -> (..., out)."""
+        """`after(F.linear(before(x), weight, bias))` by the recipe: (..., in), (out, in) -> (...,
+        out).
+        """
         axis, dim = _WHOLE, None
         if isinstance(before, ColumnInput):
             axis, dim = before.axis, before.sequence_dim
         elif before is not None:
             x = before(x)
-        if self._in_region() and dim is None:
-            keeps = weight.requires_grad and torch.is_grad_enabled()
-            parts = self.recipe.takes_parts
-            return RegionLinear.apply(x, weight, bias, sums, keeps, self.recipe.layout, parts)
         # Within the function gradients are off, and `needs_input_grad` knows nothing of `no_grad`.
         keeps = weight.requires_grad and torch.is_grad_enabled()
-        return _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
+        if self._in_region():
+            return self._region_linear(x, weight, bias, axis, dim, after, sums=sums, keeps=keeps)
+        y = _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
+        return y if after is None else after(y)
 
-    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _region_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: MeshAxis,
+        dim: int | None,
+        after: Callable[[Tensor], Tensor] | None,
+        *,
+        sums: bool,
+        keeps: bool,
+    ) -> Tensor:
+        """The same as one operation, with the collectives at the layer's borders."""
+        assert dim in (None, 0), "see `one_operation`"
+        recipe, scatters = self.recipe, 1
+        if isinstance(after, RowOutput) and after.overlap.scatters(x, after.sequence_dim):
+            scatters, after = after.axis.size, None
+        borders: Borders = (
+            1 if dim is None else axis.size,
+            joins_parts(x, recipe, axis.size, dim),
+            scatters,
+        )
+        y = RegionLinear.apply(
+            x, weight, bias, sums, keeps, recipe.layout, recipe.takes_parts, borders
+        )
+        return y if after is None else after(y)
+
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor, *, sums: bool) -> Tensor:
         """`forward(x)` of the layer, if need be outside of compiled regions."""
         return forward(x) if self._in_region() else _outside_of_regions(forward, x)
 
@@ -280,58 +301,34 @@ class _QuantizedLinear(torch.autograd.Function):
         sums: bool,
         keeps: bool,
     ) -> Tensor:
-        rows = x.flatten(0, -2)
-        part = dim is not None and dim % x.dim() == 0 and axis.size > 1
-        part = part and products.recipe.joins_parts
-        part = part and len(rows) % max(products.recipe.block, _ALIGNMENT) == 0
-        if dim is not None and not part:
-            x = all_gather(x, axis, dim)
-            rows = x.flatten(0, -2)
-        itself, transposed = products.input(
-            rows, part=part or products.splits_sequence, wanted=(True, keeps)
-        )
-        assert itself is not None
-        shape = x.shape
-        if part:
-            itself = gather_operand(itself, axis, 0)()
-            shape = torch.Size((shape[0] * axis.size, *shape[1:]))
-        factor = products.weight(weight, (True, False)).itself
-        assert factor is not None
-        y = products.recipe.product(itself, factor, x.dtype, forward=True)
-        ctx.noise = None if products.noise is None else products.noise(shape, y.shape, y.device)
+        part = joins_parts(x, products.recipe, axis.size, dim)
+        y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps)
+        shape = torch.Size((*y.shape[:-1], x.shape[-1]))
+        rows = torch.Size((y.numel() // y.shape[-1], y.shape[-1]))
+        ctx.noise = None if products.noise is None else products.noise(shape, rows, y.device)
         _save(ctx, weight, transposed)
         ctx.products, ctx.axis, ctx.dim, ctx.part, ctx.sums = products, axis, dim, part, sums
-        y = y if bias is None else y.add_(bias)
-        return y.view(*shape[:-1], y.shape[1])
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, transposed = _saved(ctx)
-        products, axis, dim = ctx.products, ctx.axis, ctx.dim
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = grad.flatten(0, -2)
-        grad_x = grad_weight = grad_bias = reduced = gathered = None
-        if needs_weight and ctx.part and transposed is not None:
-            gathered = gather_operand(transposed, axis, 1)
-        itself, of_rows = products.gradient(rows, (needs_x, needs_weight), ctx.noise)
-        if needs_x:
-            factor = products.weight(weight, (False, True)).transposed
-            grad_x = products.recipe.product(itself, factor, grad.dtype, forward=False)
-            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
-            reduced = (
-                begin_all_reduce_(grad_x, axis)
-                if dim is None
-                else begin_reduce_scatter(grad_x, axis, dim)
-            )
-        if needs_weight:
-            if gathered is not None:
-                transposed = gathered()
-            assert transposed is not None
-            grad_weight = products.weight_gradient(weight, of_rows, transposed, sums=ctx.sums)
-        if needs_bias:
-            grad_bias = rows.sum(dim=0)
-        grad_x = None if reduced is None else reduced()
+        grad_x, grad_weight = gradients(
+            ctx.products,
+            grad,
+            weight,
+            transposed,
+            ctx.axis,
+            ctx.dim,
+            part=ctx.part,
+            needs_x=needs_x,
+            needs_weight=needs_weight,
+            sums=ctx.sums,
+            noise=ctx.noise,
+        )
+        grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
@@ -344,22 +341,6 @@ def _save(ctx: Any, weight: Tensor, transposed: Operand | None) -> None:
 def _saved(ctx: Any) -> tuple[Tensor, Operand | None]:
     weight, values, scale = ctx.saved_tensors
     return weight, None if values is None else Operand(values, scale)
-
-
-def gather_operand(operand: Operand, axis: MeshAxis, dim: int) -> Callable[[], Operand]:
-    """Start to join the parts of an operand along `dim`; its scale too where it has one a row."""
-    values, scale = operand
-    finish = _begin_gather(values, axis, dim)
-    if scale is not None and scale.dim() and dim == 0:
-        scale = all_gather(scale, axis, 0)
-    return lambda: Operand(finish(), scale)
-
-
-def _begin_gather(values: Tensor, axis: MeshAxis, dim: int) -> Finish:
-    if values.element_size() > 1:
-        return begin_all_gather(values.contiguous(), axis, dim)
-    finish = begin_all_gather(values.contiguous().view(torch.uint8), axis, dim)
-    return lambda: finish().view(values.dtype)
 
 
 @dataclass(eq=False)

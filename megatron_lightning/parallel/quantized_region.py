@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.parallel.collectives import all_gather, reduce_scatter
+from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.quantized_borders import gradients, product
 from megatron_lightning.precision.operands import Operand
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.quantized import QuantizedProducts
+
+Borders = tuple[int, bool, int]
+"""(`gathers`, `part`, `scatters`) of `quantized_linear`."""
+_NONE: Borders = (1, False, 1)
+_WHOLE = MeshAxis(name="whole")
 
 _by_address: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -38,24 +46,33 @@ def _products_of(weight: Tensor) -> QuantizedProducts:
     return found
 
 
+def _gathering(products: QuantizedProducts, gathers: int) -> tuple[MeshAxis, int | None]:
+    """The axis and dim of an input that is gathered."""
+    return (_WHOLE, None) if gathers == 1 else (products.tensor_axis, 0)
+
+
 @torch.library.custom_op("megatron_lightning::quantized_linear", mutates_args=())
 def quantized_linear(
-    x: Tensor, weight: Tensor, keeps: bool, layout: str, parts: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    keeps: bool,
+    layout: str,
+    parts: Tensor | None,
+    gathers: int = 1,
+    part: bool = False,
+    scatters: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., in), (out, in) -> (..., out), and with `keeps` values and scale of the transposed input
-    for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest absolute
-    values of parts of the input, None: they are to be found.
+    """(S, ..., in), (out, in) -> (S, ..., out), and with `keeps` values and scale of the transposed
+    input for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest
+    absolute values of parts of the input, None: they are to be found.
+
+    Over `gathers` ranks the input is gathered along its first dim, with `part` once it is rounded;
+    over `scatters` ranks the output is summed, and the own part of it is the result.
     """
     products = _products_of(weight)
-    rows = x.reshape(-1, x.shape[-1])
-    itself, transposed = products.input(
-        rows, part=products.splits_sequence, wanted=(True, keeps), parts=parts
-    )
-    factor = products.weight(weight, (True, False)).itself
-    assert itself is not None
-    assert factor is not None
-    y = products.recipe.product(itself, factor, x.dtype, forward=True)
-    y = y.view(*x.shape[:-1], y.shape[1])
+    axis, dim = _gathering(products, gathers)
+    y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps, parts=parts)
+    y = y if scatters == 1 else reduce_scatter(y, products.tensor_axis, 0)
     if transposed is None:
         return y, x.new_empty(0), x.new_empty(0)
     values, scale = transposed
@@ -66,13 +83,20 @@ def quantized_linear(
 
 @quantized_linear.register_fake
 def _(
-    x: Tensor, weight: Tensor, keeps: bool, layout: str, parts: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    keeps: bool,
+    layout: str,
+    parts: Tensor | None,
+    gathers: int = 1,
+    part: bool = False,
+    scatters: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    y = x.new_empty((x.shape[0] * gathers // scatters, *x.shape[1:-1], weight.shape[0]))
     if not keeps:
         return y, x.new_empty(0), x.new_empty(0)
     columns = x.shape[-1]
-    rows = x.numel() // columns
+    rows = x.numel() // columns * (1 if part else gathers)
     values = x.new_empty((columns, (rows + 15) // 16 * 16), dtype=torch.float8_e4m3fn)
     if layout == "tensor":
         scale = x.new_empty((), dtype=torch.float32)
@@ -94,26 +118,33 @@ def quantized_gradients(
     needs_weight: bool,
     sums: bool,
     parts: Tensor | None,
+    gathers: int = 1,
+    part: bool = False,
+    scatters: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of (..., out) and what `quantized_linear` kept -> gradients of the input and of the
     weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the
     gradient, see `quantized_linear`.
     """
     products = _products_of(weight)
-    rows = grad.reshape(-1, grad.shape[-1])
-    itself, of_rows = products.gradient(rows, (needs_x, needs_weight), None, parts)
-    grad_x, grad_weight = grad.new_empty(0), grad.new_empty(0)
-    if needs_x:
-        factor = products.weight(weight, (False, True)).transposed
-        assert itself is not None
-        assert factor is not None
-        grad_x = products.recipe.product(itself, factor, grad.dtype, forward=False)
-        grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
-    if needs_weight:
-        assert of_rows is not None
-        made = products.weight_gradient(weight, of_rows, Operand(values, scale), sums=sums)
-        grad_weight = grad_weight if made is None else made
-    return grad_x, grad_weight
+    axis, dim = _gathering(products, gathers)
+    grad_x, grad_weight = gradients(
+        products,
+        grad if scatters == 1 else all_gather(grad, products.tensor_axis, 0),
+        weight,
+        Operand(values, scale),
+        axis,
+        dim,
+        part=part,
+        needs_x=needs_x,
+        needs_weight=needs_weight,
+        sums=sums,
+        parts=parts,
+    )
+    return (
+        grad.new_empty(0) if grad_x is None else grad_x,
+        grad.new_empty(0) if grad_weight is None else grad_weight,
+    )
 
 
 @quantized_gradients.register_fake
@@ -127,16 +158,22 @@ def _(
     needs_weight: bool,
     sums: bool,
     parts: Tensor | None,
+    gathers: int = 1,
+    part: bool = False,
+    scatters: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    grad_x = grad.new_empty((*grad.shape[:-1], weight.shape[1]) if needs_x else (0,))
+    rows = grad.shape[0] * scatters // gathers
+    shape = (rows, *grad.shape[1:-1], weight.shape[1]) if needs_x else (0,)
+    grad_x = grad.new_empty(shape)
     made = needs_weight and not sums
     return grad_x, torch.empty_like(weight) if made else grad.new_empty(0)
 
 
 class RegionLinear(torch.autograd.Function):
-    """`(x, weight, bias, sums, keeps, layout, takes_parts)` -> the layer's output.
+    """`(x, weight, bias, sums, keeps, layout, takes_parts, borders)` -> the layer's output.
 
-    Largest values of rows are found by the region, which does it where it writes the rows.
+    Largest values of rows are found by the region, which does it where it writes the rows; of what
+    is gathered first, by the operation.
     """
 
     @staticmethod
@@ -149,12 +186,14 @@ class RegionLinear(torch.autograd.Function):
         keeps: bool,
         layout: str,
         takes_parts: bool,
+        borders: Borders,
     ) -> Tensor:
         """See `quantized_linear`."""
-        parts = largest_of_rows(x) if takes_parts else None
-        y, values, scale = quantized_linear(x, weight, keeps, layout, parts)
+        gathers, part, scatters = borders
+        parts = largest_of_rows(x) if takes_parts and (gathers == 1 or part) else None
+        y, values, scale = quantized_linear(x, weight, keeps, layout, parts, *borders)
         ctx.save_for_backward(weight, values, scale)
-        ctx.sums, ctx.takes_parts = sums, takes_parts
+        ctx.sums, ctx.takes_parts, ctx.borders = sums, takes_parts and scatters == 1, borders
         return y if bias is None else y + bias
 
     @staticmethod
@@ -172,9 +211,10 @@ class RegionLinear(torch.autograd.Function):
             needs_weight=needs_weight,
             sums=ctx.sums,
             parts=largest_of_rows(grad) if ctx.takes_parts else None,
+            borders=ctx.borders,
         )
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def region_gradients(
@@ -187,6 +227,7 @@ def region_gradients(
     needs_weight: bool,
     sums: bool,
     parts: Tensor | None,
+    borders: Borders = _NONE,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`quantized_gradients` of a region, None for what isn't needed or has gone to its sum."""
     if not needs_x and not needs_weight:
@@ -194,7 +235,7 @@ def region_gradients(
     sums = sums and needs_x  # an operation without a result would be left out
     ticket = torch.empty(0, device=grad.device)
     grad_x, grad_weight = quantized_gradients(
-        grad, values, scale, weight, ticket, needs_x, needs_weight, sums, parts
+        grad, values, scale, weight, ticket, needs_x, needs_weight, sums, parts, *borders
     )
     made = needs_weight and not sums
     return grad_x if needs_x else None, grad_weight if made else None

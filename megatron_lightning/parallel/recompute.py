@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lightning.parallel.kept_buffers import compile_options
 from megatron_lightning.parallel.streams import Streams
 
 Region = Callable[..., Any]
@@ -83,14 +84,16 @@ def clear_region(module: nn.Module) -> None:
         cast(Any, module).__class__ = _class_without_region(module)
 
 
-def compile_inside(module: nn.Module) -> None:
+def compile_inside(module: nn.Module, *, keeps_buffers: bool = False) -> None:
     """`module.compile()`, or where the module has a region, compile what runs inside of it, so that
-    the recomputation runs the same code. Modules of one class share it.
+    the recomputation runs the same code. Modules of one class share it. `keeps_buffers`: see
+    `parallel/kept_buffers.py`.
     """
     if isinstance(module, _HasRegion):
-        cast(Any, module).__class__ = _with_region(_class_without_region(module), compiled=True)
+        kind, compiled = _class_without_region(module), "keeping" if keeps_buffers else "plainly"
+        cast(Any, module).__class__ = _with_region(kind, compiled)
     else:
-        module.compile()
+        module.compile(**compile_options(keeps_buffers=keeps_buffers))
 
 
 class _HasRegion:
@@ -102,8 +105,13 @@ def _class_without_region(module: nn.Module) -> type[nn.Module]:
 
 
 @functools.cache
-def _with_region(kind: type[nn.Module], *, compiled: bool = False) -> type[nn.Module]:
-    inner: Callable[..., Any] = torch.compile(kind.forward) if compiled else kind.forward
+def _with_region(
+    kind: type[nn.Module], compiled: Literal["", "plainly", "keeping"] = ""
+) -> type[nn.Module]:
+    inner: Callable[..., Any] = kind.forward
+    if compiled:
+        options = compile_options(keeps_buffers=compiled == "keeping")
+        inner = torch.compile(kind.forward, **options)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, _ATTRIBUTE)(functools.partial(inner, self), *args, **kwargs)

@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lightning.parallel.collectives import Finish, begin_all_gather
+from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.plain_layers import adopt
+from megatron_lightning.parallel.row import RowOutput
 
 Key = tuple[int, int]
 """(micro_batch, chunk)"""
@@ -157,8 +159,9 @@ def _call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 # The factors of a gradient that is put off outlive the backward pass, while a compiled pass
-# overwrites its buffers as soon as it is done with them; and it cannot fill a queue. So these
-# layers stay outside of compiled regions, at the price of graph breaks.
+# overwrites its buffers as soon as it is done with them. Where it is not told to keep them
+# (`parallel/kept_buffers.py`), or the operations have no main gradient to ask whether it is put
+# off, the layers stay outside of compiled regions, at the price of graph breaks.
 _not_compiled: Any = torch.compiler.disable(_call)
 
 
@@ -169,14 +172,23 @@ class WeightSink:
     gradients: WeightGradients
     name: str
     """Canonical name of the weight."""
+    in_regions: bool = False
+    """True: in a compiled layer the region's operations put the gradient off."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSink:
         """Itself, as the queue."""
         return self
 
-    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`forward(x)` of the layer, outside of compiled regions."""
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor, *, sums: bool) -> Tensor:
+        """See `DefersWeightGradient.run`."""
+        if self.in_regions and (sums or not torch.is_grad_enabled()):
+            return forward(x)
         return _not_compiled(forward, x)
+
+    @property
+    def is_asked(self) -> bool:
+        """See `DefersWeightGradient.is_asked`."""
+        return not (self.in_regions and torch.compiler.is_compiling())
 
     def defer(self, grad: Tensor, x: Tensor, axis: MeshAxis, dim: int | None) -> bool:
         """Keep (..., out) and (..., in) for later; False if the gradient is wanted now."""
@@ -192,12 +204,15 @@ def apply_weight_sinks(
     gradients: WeightGradients,
     names: Mapping[int, str],
     at_once: Collection[str] = (),
+    *,
+    compiled: str | None = None,
 ) -> None:
     """Let the linear layers of `network` put off their weights' gradients.
 
     `names` gives the canonical name of each weight by its id. Layers know how if they have a
     `weight_sink`; torch's own `nn.Linear` is changed into one that has. What lies in the modules
-    whose paths are in `at_once` is left alone.
+    whose paths are in `at_once` is left alone. `compiled`: path of the container of layers that are
+    compiled by `KEEPS_BUFFERS` (`parallel/kept_buffers.py`), if any.
     """
     for path, module in network.named_modules():
         if any(path == part or path.startswith(f"{part}.") for part in at_once):
@@ -206,4 +221,20 @@ def apply_weight_sinks(
             adopt(module)
         if hasattr(module, "weight_sink"):
             owner: Any = module
-            owner.weight_sink = WeightSink(gradients, names[id(owner.weight)])
+            inside = compiled is not None and path.startswith(f"{compiled}.")
+            inside = inside and _sums_itself(owner)
+            owner.weight_sink = WeightSink(gradients, names[id(owner.weight)], inside)
+            if inside:
+                owner.before, owner.after = _plain(owner.before), _plain(owner.after)
+
+
+def _sums_itself(layer: Any) -> bool:
+    """Whether its weight's gradient may go to the main gradient, by operations that ask."""
+    return hasattr(layer, "sums_weight_gradient") and layer.quantized is None
+
+
+def _plain(border: Any) -> Any:
+    """A border of a split sequence that knows collectives alone."""
+    if isinstance(border, (ColumnInput, RowOutput)) and border.overlap is not None:
+        return replace(border, overlap=border.overlap.plain())
+    return border

@@ -171,7 +171,7 @@ class ParallelModel:
             modules = [module for network in self.networks for module in network.modules()]
             served: list[Any] = [m for m in modules if hasattr(m, "sums_weight_gradient")]
             if split:  # the others go to the same sums when their turn comes
-                served = [m for m in served if m.weight_sink is None]
+                served = [m for m in served if m.weight_sink is None or m.weight_sink.in_regions]
             if mesh.lanes is not None:  # else gradients of experts cross streams, which holds them
                 served += [_add_at_once(m) for m in modules if isinstance(m, ExpertLinear)]
             self.buckets.serve(served)

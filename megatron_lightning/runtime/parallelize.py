@@ -32,6 +32,7 @@ from megatron_lightning.parallel.fsdp import (
     shard_children,
     shard_network,
 )
+from megatron_lightning.parallel.kept_buffers import puts_off_in_regions
 from megatron_lightning.parallel.materialise import initial_values, materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap import Overlap
@@ -105,6 +106,7 @@ def parallelize(
     roots: list[tuple[FSDPModule, ...]] = []
     graphs: LayerGraphs | None = None
     drawn: dict[nn.Parameter, Callable[[], Tensor]] = {}
+    keeps = puts_off_in_regions(target.plan, mesh.tp, config)
     for chunk in chunks:
         rows, streams = _apply_layout(chunk, target, mesh, config, seed=seed, streams=streams)
         fill = partial(
@@ -134,7 +136,7 @@ def parallelize(
             device=mesh.device,
             quantized=low_precision,
         )
-        graphs = _graph_and_compile(chunk, target.plan, mesh, config, streams)
+        graphs = _graph_and_compile(chunk, target.plan, mesh, config, streams, keeps=keeps)
     _share_tied_within_rank(chunks, target.plan)
     schedule = config.pipeline.schedule
     placement = placement_of(schedule, mesh.pp.size, len(chunks))
@@ -169,7 +171,8 @@ def parallelize(
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         at_once = () if config.pipeline.defer_head_gradient else target.plan.last
         for chunk in chunks:
-            apply_weight_sinks(chunk, model.weight_gradients, names, at_once)
+            compiled = target.plan.layers if keeps else None
+            apply_weight_sinks(chunk, model.weight_gradients, names, at_once, compiled=compiled)
     return model
 
 
@@ -255,6 +258,8 @@ def _graph_and_compile(
     mesh: ParallelMesh,
     config: ParallelConfig,
     streams: Streams | None,
+    *,
+    keeps: bool,
 ) -> LayerGraphs | None:
     """Graphs of a chunk's layers where they are asked for (there is one chunk then, by a rule), and
     compiled layers.
@@ -263,13 +268,13 @@ def _graph_and_compile(
     if config.runtime.cuda_graphs == "layers":
         graphs = graph_layers(chunk, plan, streams, mesh.device)
     if config.runtime.compile_layers:
-        _compile_layers(chunk, plan)
+        _compile_layers(chunk, plan, keeps_buffers=keeps)
         for inner in graphs.inner_modules if graphs is not None else ():
             compile_inside(inner)
     return graphs
 
 
-def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
+def _compile_layers(chunk: nn.Module, plan: ParallelPlan, *, keeps_buffers: bool) -> None:
     """Compile each layer in place; names and hooks stay, and equal layers share their code."""
     if plan.layers is None:
         raise ValueError(
@@ -277,7 +282,7 @@ def _compile_layers(chunk: nn.Module, plan: ParallelPlan) -> None:
             " the plan, or compile the network yourself"
         )
     for _, layer in layers_of(chunk, plan):
-        compile_inside(layer)
+        compile_inside(layer, keeps_buffers=keeps_buffers)
 
 
 def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:

@@ -34,6 +34,8 @@ GATED = ParallelPlan(
 class Sum:
     """The sum of one weight's gradients."""
 
+    put_off = None
+
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.parameter = weight
         self.total = torch.zeros_like(weight)

@@ -12,10 +12,12 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.parallel import quantization
 from megatron_lightning.strategies import precision_checks
+from tests.distributed.test_moe_compiled import counted
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Run, tiny_config, train
+from tests.layout_runs import Run, tiny_config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "sharded": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
     "zero_bubble": (
         2,
@@ -30,7 +32,7 @@ def on_units(rank: int, size: int, run: Run) -> dict[str, Any]:
     """Train as if the device were not refused; in a process of its own."""
     quantization.device_problem = lambda *_, **__: None  # type: ignore[attr-defined]
     precision_checks._quantization = lambda *_: iter(())
-    return train(rank, size, run)
+    return counted(rank, size, run)
 
 
 @pytest.mark.slow
@@ -49,6 +51,10 @@ def test_compiled_layers_train_as_others(layout: str) -> None:
             trainer=dict(precision="bf16-mixed"),
             steps=4,
         )
-        losses.append(run_ranks_fresh(on_units, size, run, timeout=280)[-1]["losses"])
+        result = run_ranks_fresh(on_units, size, run, timeout=280)[-1]
+        losses.append(result["losses"])
+        if compiled:
+            of_training_and_evaluation = 2
+            assert result["graphs"] == [of_training_and_evaluation] * run.steps
     # Compiled regions round elsewhere: a value in some thousands is the neighbouring one of FP8.
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

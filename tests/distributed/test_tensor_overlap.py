@@ -143,6 +143,8 @@ def test_only_the_own_part_of_the_sequence_is_kept(by_parts: bool) -> None:
 class Sum:
     """The sum of one weight's gradients."""
 
+    put_off = None
+
     def __init__(self, weight: nn.Parameter) -> None:
         self.parameter = weight
         self.total = torch.zeros_like(weight)

@@ -1,6 +1,8 @@
 """Weight gradients put off and computed later are bitwise those of an ordinary backward pass."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ from torch import Tensor, nn
 from megatron_lightning.layers.block import TransformerLayer
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.torch_backend import TorchBackend
+from megatron_lightning.parallel.kept_buffers import can_keep_buffers
 from megatron_lightning.parallel.random import Normal
+from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from tests.layout_runs import tiny_config
+from tests.unit.parallel.test_data_buckets import buckets_of
 
 KEY = (3, 1)
 
@@ -168,8 +173,8 @@ class CountingBackend:
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_compiled_layer_gives_the_eager_gradients(deferred):
-    """Compiled around its four linears, which stay outside: four graph breaks, five regions
-    instead of one.
+    """Compiled around its four linears, which stay outside where a region can't put their weights'
+    gradients off: four graph breaks, five regions instead of one.
     """
     torch._dynamo.reset()
     eager, compiled = transformer_layer(), transformer_layer()
@@ -191,6 +196,77 @@ def test_compiled_layer_gives_the_eager_gradients(deferred):
         torch.testing.assert_close(got, want.grad)
     assert backend.graphs == (5 if deferred else 1)
     torch._dynamo.reset()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(transformer_layer() for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def assert_put_off_in_regions(recomputed: bool, compile_layer: Callable[[nn.Module], None]) -> None:
+    """One region for both layers, two micro-batches of which both wait, and the gradients of eager
+    layers.
+    """
+    torch._dynamo.reset()
+    plain, network = Layers(), Layers()
+    layers: list[Any] = [*plain.layers, *network.layers]
+    for layer in layers:
+        layer.mlp.activation.recomputed = recomputed
+    inputs = [torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(m)) for m in range(2)]
+    input_grads = [backward(plain, x) for x in inputs]
+    gradients, buckets = WeightGradients(), buckets_of(network)
+    gradients.target = buckets
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    apply_weight_sinks(network, gradients, names, compiled="layers")
+    buckets.serve(m for m in network.modules() if hasattr(m, "sums_weight_gradient"))
+    for layer in network.layers:
+        compile_layer(layer)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for window in range(2):
+        buckets.reset()
+        for m, x in enumerate(inputs):
+            with gradients.collect((m, 0)):
+                torch.testing.assert_close(backward(network, x), input_grads[m])
+        for m in range(2):
+            assert len(gradients.names((m, 0))) == 8
+            gradients.compute((m, 0))
+        buckets.finish(1.0)
+        found = buckets.gradients()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+        assert counters["stats"]["unique_graphs"] == 1, f"in window {window}"
+    with torch.no_grad():  # nothing is put off
+        torch.testing.assert_close(network(inputs[0]), plain(inputs[0]))
+    buckets.reset()  # a pass that is not collected adds at once
+    plain.zero_grad()
+    backward(plain, inputs[0])
+    backward(network, inputs[0])
+    buckets.finish(1.0)
+    assert gradients.is_empty
+    found = buckets.gradients()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+    assert not counters["graph_break"]
+    buckets.release()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_one_region_puts_its_weight_gradients_off(recomputed):
+    assert_put_off_in_regions(recomputed, lambda layer: layer.compile(backend="aot_eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_code_keeps_the_factors_of_what_is_put_off(recomputed):
+    """Otherwise it overwrites what nobody is to read again, and gradients are wrong by far."""
+    assert can_keep_buffers(), "this torch has other switches: the layers stay outside of regions"
+    assert_put_off_in_regions(recomputed, lambda layer: compile_inside(layer, keeps_buffers=True))
 
 
 def test_modules_that_are_to_compute_at_once_are_left_alone():
