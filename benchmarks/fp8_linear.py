@@ -279,23 +279,40 @@ def algorithms(name: str) -> None:
             said(f"{name} {part}, algorithm {rank}", *timed(call, 30), flops=flops)
 
 
-def block_products() -> None:
-    """Products with a scale for each 1x128 or 128x128: which there are, their error and speed."""
+def block_scales(rows: int, columns: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Random ones of 1x128 or 128x128 as products take them, and spread over the matrix."""
+    blocks = -(-columns // 128)
+    if kind == "1x128":
+        held = torch.rand(blocks, rows, device="cuda") + 0.5
+        return held.t(), held.t().repeat_interleave(128, 1)[:, :columns]
+    held = torch.rand(-(-rows // 128), -(-blocks // 4) * 4, device="cuda") + 0.5
+    spread = held[:, :blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return held, spread[:rows, :columns]
+
+
+def block_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kinds: tuple[str, str], **options: Any
+) -> Callable[[], Tensor]:
+    """A call of the product a b^T with scales of these kinds."""
     from torch.nn.functional import ScalingType, scaled_mm
 
-    kinds = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    types = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    left, right = kinds
+    turned = scale_b.t() if right == "128x128" else scale_b
+    return functools.partial(
+        scaled_mm, a, b.t(), scale_a, types[left], turned, types[right], **options
+    )
 
-    def scales(rows: int, columns: int, kind: str) -> tuple[Tensor, Tensor]:
-        """As products take them, and spread over the matrix."""
-        blocks = -(-columns // 128)
-        if kind == "1x128":
-            held = torch.rand(blocks, rows, device="cuda") + 0.5
-            return held.t(), held.t().repeat_interleave(128, 1)[:, :columns]
-        held = torch.rand(-(-rows // 128), -(-blocks // 4) * 4, device="cuda") + 0.5
-        spread = held[:, :blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return held, spread[:rows, :columns]
 
-    for tokens, (left, right), (of_a, of_b), dtype, fast in itertools.product(
+def block_products() -> None:
+    """Products with a scale for each 1x128 or 128x128: which there are, their error and speed."""
+    block_errors()
+    block_speeds()
+
+
+def block_errors() -> None:
+    """Which products there are, and their error."""
+    for tokens, kinds, (of_a, of_b), dtype, fast in itertools.product(
         (512, 509, 3, 528),
         (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128"), ("128x128", "128x128")),
         (("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2")),
@@ -306,39 +323,28 @@ def block_products() -> None:
             continue
         a, b = random(tokens, 384), random(272, 384)
         a, b = (each.to(getattr(torch, f"float8_{kind}")) for each, kind in ((a, of_a), (b, of_b)))
-        (scale_a, all_a), (scale_b, all_b) = scales(tokens, 384, left), scales(272, 384, right)
+        left, right = kinds
+        scale_a, all_a = block_scales(tokens, 384, left)
+        scale_b, all_b = block_scales(272, 384, right)
         want = (a.float() * all_a) @ (b.float() * all_b).t()
-        call = functools.partial(
-            scaled_mm,
-            a,
-            b.t(),
-            scale_a,
-            kinds[left],
-            scale_b.t() if right == "128x128" else scale_b,
-            kinds[right],
-            output_dtype=dtype,
-            use_fast_accum=fast,
-        )
+        call = block_product(a, b, scale_a, scale_b, kinds, output_dtype=dtype, use_fast_accum=fast)
         label = f"  {tokens} x 384 x 272, {left} x {right}, {of_a} x {of_b}, {dtype}, fast {fast}"
         print(f"{label}: {outcome(call, want)}", flush=True)
+
+
+def block_speeds() -> None:
+    """Times of the products of a linear layer, in the shapes of the other tables."""
     for name, (tokens, inputs, outputs) in SHAPES.items():
-        for left, right in (("1x128", "128x128"), ("1x128", "1x128")):
+        for kinds in (("1x128", "128x128"), ("1x128", "1x128")):
             for label, (m, k, n) in {
                 "forward": (tokens, inputs, outputs),
                 "dgrad": (tokens, outputs, inputs),
                 "wgrad": (outputs, tokens, inputs),
             }.items():
+                left, right = kinds
                 a, b = random(m, k).to(torch.float8_e4m3fn), random(n, k).to(torch.float8_e4m3fn)
-                scale_a, scale_b = scales(m, k, left)[0], scales(n, k, right)[0]
-                call = functools.partial(
-                    scaled_mm,
-                    a,
-                    b.t(),
-                    scale_a,
-                    kinds[left],
-                    scale_b.t() if right == "128x128" else scale_b,
-                    kinds[right],
-                )
+                scale_a, scale_b = block_scales(m, k, left)[0], block_scales(n, k, right)[0]
+                call = block_product(a, b, scale_a, scale_b, kinds)
                 try:
                     said(f"{name} {label} {left} x {right}", *timed(call), flops=2.0 * m * k * n)
                 except (RuntimeError, ValueError) as error:

@@ -67,24 +67,7 @@ class ParameterUpdate:
         self.masters: MasterParameters | None = None
         self.distributed: DistributedOptimizer | None = None
         has_masters = model.plan is not None and policy.has_masters
-        shards: ParameterShards | LocalParts | None = None
-        if isinstance(model.buckets, ShardedGradients):
-            shards = LocalParts(
-                model.parameters,
-                rounded=policy.params_dtype if has_masters else None,
-                initial=model.initial_values,
-                agree=self._agree,
-            )
-        elif config.data_parallel.sharding == "optimizer" and model.buckets is not None:
-            shards = ParameterShards(
-                model.buckets,
-                dtype=policy.main_params_dtype if has_masters else None,
-                offload=config.data_parallel.offload_optimizer,
-                fp8=() if model.quantization is None else model.quantization.gathered,
-                tensor=mesh.tp,
-                initial=model.initial_values,
-                agree=self._agree,
-            )
+        shards = self._shards(config, policy, has_masters=has_masters)
         if shards is not None:
             self.distributed = DistributedOptimizer(
                 optimizers,
@@ -118,6 +101,30 @@ class ParameterUpdate:
         self._tail: TailNorms | None = None
         if self._folded is not None and isinstance(model.buckets, GradientBuckets):
             self._tail = TailNorms(model.buckets)
+
+    def _shards(
+        self, config: ParallelConfig, policy: PrecisionPolicy, *, has_masters: bool
+    ) -> ParameterShards | LocalParts | None:
+        """Parts of parameters that this rank updates; None where it updates them whole."""
+        model = self._model
+        if isinstance(model.buckets, ShardedGradients):
+            return LocalParts(
+                model.parameters,
+                rounded=policy.params_dtype if has_masters else None,
+                initial=model.initial_values,
+                agree=self._agree,
+            )
+        if config.data_parallel.sharding != "optimizer" or model.buckets is None:
+            return None
+        return ParameterShards(
+            model.buckets,
+            dtype=policy.main_params_dtype if has_masters else None,
+            offload=config.data_parallel.offload_optimizer,
+            fp8=() if model.quantization is None else model.quantization.gathered,
+            tensor=self._mesh.tp,
+            initial=model.initial_values,
+            agree=self._agree,
+        )
 
     def _agree(self, verdicts: Tensor) -> None:
         """The least of all ranks that hold parts of this stage's parameters."""
