@@ -18,6 +18,7 @@ from megatron_lightning.config import (
     GPTConfig,
     ParallelConfig,
     PipelineConfig,
+    QuantizationConfig,
     RecomputeConfig,
     RuntimeConfig,
 )
@@ -38,6 +39,7 @@ SHAPE = GPTConfig(
 )
 SEQUENCE, MICRO = 4096, 4
 ZB_V = PipelineConfig(schedule="zb-v", virtual_pipeline_size=2)
+ALL_LAYERS = QuantizationConfig(keep_first=0, keep_last=0)
 ACTIVATION = RecomputeConfig(mode="selective", modules=("mlp.activation",))
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -48,6 +50,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         dict(runtime=RuntimeConfig(compile_layers=True), recompute=ACTIVATION),
     ),
+    "one_compiled_fp8": (
+        1,
+        dict(runtime=RuntimeConfig(compile_layers=True), quantization=ALL_LAYERS),
+    ),
+    "one_fp8_rowwise": (1, dict(quantization=QuantizationConfig(recipe="fp8_rowwise"))),
     "one_offload": (1, dict(recompute=RecomputeConfig(offload=True))),
     "tp2_sp": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "pp2": (2, dict(pipeline_parallel_size=2)),
