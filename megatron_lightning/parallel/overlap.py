@@ -40,6 +40,8 @@ class Overlap:
     whole: Collectives
     """The way of smaller parts: nothing is hidden by so short a product."""
     least_bytes: int = 0
+    held: Exchange | Collectives | None = None
+    """What else lives as long: peers may use it still."""
 
     @classmethod
     def of(cls, exchange: Exchange | Collectives, *, least_bytes: int = 0) -> Overlap:
@@ -58,7 +60,7 @@ class Overlap:
 
     def plain(self) -> Overlap:
         """By collectives alone: products that are put off outlive what an exchange lends them."""
-        return replace(self, exchange=self.whole, least_bytes=0)
+        return replace(self, exchange=self.whole, least_bytes=0, held=self.exchange)
 
     def gathers(self, x: Tensor, dim: int | None) -> bool:
         """Whether the parts `x` can be gathered along `dim` in one operation with the product."""

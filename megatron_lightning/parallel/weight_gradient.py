@@ -211,8 +211,8 @@ def apply_weight_sinks(
 
     `names` gives the canonical name of each weight by its id. Layers know how if they have a
     `weight_sink`; torch's own `nn.Linear` is changed into one that has. What lies in the modules
-    whose paths are in `at_once` is left alone. `compiled`: path of the container of layers that are
-    compiled by `KEEPS_BUFFERS` (`parallel/kept_buffers.py`), if any.
+    whose paths are in `at_once` is left alone. `compiled`: path of the container of layers whose
+    compiled code keeps buffers (`parallel/kept_buffers.py`), if any.
     """
     for path, module in network.named_modules():
         if any(path == part or path.startswith(f"{part}.") for part in at_once):
