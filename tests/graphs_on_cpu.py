@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_lightning.runtime import graph_choice, parallelize
+from megatron_lightning.runtime import chunks, graph_choice
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
 
 Replay = Callable[[], None]
@@ -127,4 +127,4 @@ def stand_in_for_graphs(make: Callable[[], Any], made: list[LayerGraphs]) -> Non
         graph_choice.add_layers(made[-1], network, plan)
         return made[-1]
 
-    parallelize.graph_layers = graphed
+    chunks.graph_layers = graphed

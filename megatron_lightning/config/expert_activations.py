@@ -60,6 +60,24 @@ def expert_tensors(
         ExpertTensor(
             name="orders of rows", bytes_per_token=2 * INDEX_BYTES * travel, kept_by=("mlp",)
         ),
+        *_of_rows(element, rows, rows * columns, inner, halves),
+    ]
+    if moe.latent_size:
+        found.append(
+            ExpertTensor(
+                name="latent output",
+                bytes_per_token=element * moe.latent_size / split_hidden,
+                kept_by=("mlp.latent_up",),
+            )
+        )
+    return found + _shared(model, element, split_hidden, tensor_size)
+
+
+def _of_rows(
+    element: int, rows: float, product: float, inner: int, halves: int
+) -> list[ExpertTensor]:
+    """What the experts keep of `rows` rows a token."""
+    return [
         ExpertTensor(
             name="rows of experts",
             bytes_per_token=element * rows * inner,
@@ -74,24 +92,15 @@ def expert_tensors(
         ),
         ExpertTensor(
             name="inside of experts",
-            bytes_per_token=element * rows * columns * halves,
+            bytes_per_token=element * product * halves,
             kept_by=("mlp.experts",),
         ),
         ExpertTensor(
             name="product of experts",
-            bytes_per_token=element * rows * columns,
+            bytes_per_token=element * product,
             kept_by=("mlp.experts.linear_fc2",),
         ),
     ]
-    if moe.latent_size:
-        found.append(
-            ExpertTensor(
-                name="latent output",
-                bytes_per_token=element * moe.latent_size / split_hidden,
-                kept_by=("mlp.latent_up",),
-            )
-        )
-    return found + _shared(model, element, split_hidden, tensor_size)
 
 
 def _shared(

@@ -246,14 +246,7 @@ def apply_quantization(
     of this rank hold; `whole`: see `Quantization`. ValueError where the device can't run the
     recipe.
     """
-    blocks = config.recipe == "fp8_blockwise"
-    problem = None
-    if config.kernels == "transformer_engine":
-        problem = recipe_problem(config.recipe, mesh.device)
-    elif not config.simulate:
-        problem = device_problem(mesh.device, blocks=blocks)
-    if problem is not None:
-        raise ValueError(f"quantization.recipe={config.recipe!r}: {problem}")
+    _check_device(config, mesh.device)
     modules: dict[str, Any] = {
         name: module for chunk in chunks for name, module in chunk.named_modules() if name in names
     }
@@ -298,6 +291,16 @@ def apply_quantization(
     if config.fp8_gather:
         quantization.gathered = frozenset(f"{prefix}{name}.weight" for name in modules)
     return quantization
+
+
+def _check_device(config: QuantizationConfig, device: torch.device) -> None:
+    problem = None
+    if config.kernels == "transformer_engine":
+        problem = recipe_problem(config.recipe, device)
+    elif not config.simulate:
+        problem = device_problem(device, blocks=config.recipe == "fp8_blockwise")
+    if problem is not None:
+        raise ValueError(f"quantization.recipe={config.recipe!r}: {problem}")
 
 
 def _kind(split: Split, dims: int) -> TensorSplit:

@@ -8,47 +8,32 @@ build on meta (the module's configure_model) -> cut stages (pipeline) -> split w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, replicated
 from megatron_lightning.config.validate import raise_if_any
-from megatron_lightning.layers.dropout import apply_random
-from megatron_lightning.layers.given import expect_values
-from megatron_lightning.layers.moe.remote import apply_expert_parallel
 from megatron_lightning.parallel.actions import Placement
-from megatron_lightning.parallel.context import apply_context_parallel
 from megatron_lightning.parallel.fsdp import (
     ShardOptions,
-    expert_units,
     shard_children,
-    shard_network,
 )
 from megatron_lightning.parallel.kept_buffers import puts_off_in_regions
-from megatron_lightning.parallel.materialise import initial_values, materialise
+from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
-from megatron_lightning.parallel.overlap_choice import choose_overlap
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
 from megatron_lightning.parallel.quantization import apply_quantization, chosen_linears
-from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.streams import Streams
-from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
+from megatron_lightning.runtime.chunks import CutChunks, Target, Values, cut_chunks
 from megatron_lightning.runtime.expert_balance import ExpertBalance
-from megatron_lightning.runtime.graph_choice import graph_layers
-from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from megatron_lightning.runtime.model import ParallelModel
-from megatron_lightning.runtime.recompute import apply_recompute
 from megatron_lightning.runtime.sharded import enter_sharded, layers_of, shard_options
 from megatron_lightning.runtime.stages import (
     PipelinedNetwork,
@@ -56,15 +41,6 @@ from megatron_lightning.runtime.stages import (
     cut_problems,
     layer_names,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Which part of a LightningModule is cut, and by which plan."""
-
-    plan: ParallelPlan
-    attribute: str
-    """Attribute of the LightningModule that holds the network, e.g. `network`."""
 
 
 def parallelize(
@@ -90,72 +66,26 @@ def parallelize(
     if not _on_meta(network):
         network.to(mesh.device)
         share_first_rank_values(network, mesh)
-    low_precision = (
+    quantized = (
         frozenset(chosen_linears(network, target.plan, config.quantization))
         if config.quantization is not None
         else frozenset()
     )
     pipelined = _cut_stages(module, network, target, mesh, config)
     chunks = [network] if pipelined is None else list(pipelined.chunks)
-    tied = {
-        f"{target.attribute}.{user}": f"{target.attribute}.{owner}"
-        for owner, user in target.plan.tied
-    }
-    table: dict[str, ParameterInfo] = {}
-    streams: Streams | None = None
-    roots: list[tuple[FSDPModule, ...]] = []
-    graphs: LayerGraphs | None = None
-    drawn: dict[nn.Parameter, Callable[[], Tensor]] = {}
-    keeps = puts_off_in_regions(target.plan, mesh.tp, config)
-    for chunk in chunks:
-        rows, streams = _apply_layout(chunk, target, mesh, config, seed=seed, streams=streams)
-        fill = partial(
-            _fill,
-            rows=rows,
-            seed=seed,
-            device=mesh.device,
-            dtype=params_dtype,
-            drawn_dtype=None if shards is None else main_params_dtype,
-            target=target,
-        )
-        if shards is None:
-            fill(chunk, "")
-        else:
-            names = [n.removeprefix(f"{target.attribute}.") for n, r in rows.items() if r.expert]
-            layers, units = layers_of(chunk, target.plan), expert_units(chunk, names)
-            roots.append((shard_network(chunk, layers, shards, fill, units),))
-        drawn |= initial_values(chunk, rows, seed=seed, prefix=f"{target.attribute}.")
-        table |= {
-            row.name: row for row in rows.values() if not (row.tied_copy and row.name in table)
-        }
-        apply_recompute(
-            chunk,
-            target.plan,
-            config.recompute,
-            streams=streams,
-            device=mesh.device,
-            quantized=low_precision,
-        )
-        graphs = _graph_and_compile(chunk, target.plan, mesh, config, streams, keeps=keeps)
+    values = Values(seed=seed, dtype=params_dtype, main_dtype=main_params_dtype, shards=shards)
+    cut = cut_chunks(chunks, target, mesh, config, values, quantized=quantized)
     _share_tied_within_rank(chunks, target.plan)
-    schedule = config.pipeline.schedule
-    placement = placement_of(schedule, mesh.pp.size, len(chunks))
-    model = _finish(module, target.plan, pipelined, table, tied, streams, mesh, placement)
-    model.networks = tuple(chunks)
-    model.initial_values = drawn
-    model.graphs = graphs
-    if graphs is not None and model.expert_balance is not None:
-        model.expert_balance.hold_weight()
-    model.has_remote_experts = target.plan.has_experts and config.folds_experts
+    model = _finish(module, target, pipelined, cut, mesh, config)
     if config.quantization is not None:
         model.quantization = apply_quantization(
             chunks,
-            low_precision,
+            quantized,
             target.plan,
             config.quantization,
             mesh,
-            table=table,
-            streams=streams,
+            table=cut.table,
+            streams=cut.streams,
             sequence_parallel=config.sequence_parallel,
             keeps_weights=shards is None,
             seed=seed,
@@ -163,126 +93,46 @@ def parallelize(
             whole=config.data_parallel.sharding == "none",
         )
     if shards is not None:
-        enter_sharded(model, roots)
+        enter_sharded(model, cut.roots)
         if params_dtype is not None and params_dtype is not main_params_dtype:
             model.compute_dtypes = dict.fromkeys(model.parameters, params_dtype)
-    if schedule in SPLIT_SCHEDULES:
-        model.weight_gradients = WeightGradients()
-        names = {id(parameter): name for name, parameter in model.parameters.items()}
-        at_once = () if config.pipeline.defer_head_gradient else target.plan.last
-        for chunk in chunks:
-            compiled = target.plan.layers if keeps else None
-            apply_weight_sinks(chunk, model.weight_gradients, names, at_once, compiled=compiled)
+    if config.pipeline.schedule in SPLIT_SCHEDULES:
+        _put_off_weight_gradients(model, target.plan, mesh, config)
     return model
 
 
-def _apply_layout(
-    chunk: nn.Module,
+def _finish(
+    module: LightningModule,
     target: Target,
+    pipelined: PipelinedNetwork | None,
+    cut: CutChunks,
     mesh: ParallelMesh,
     config: ParallelConfig,
-    *,
-    seed: int,
-    streams: Streams | None,
-) -> tuple[Mapping[str, ParameterInfo], Streams]:
-    """Split the weights of a chunk that has none yet, and swap what communicates. Returns its rows
-    of the table and the streams that all chunks share.
-    """
+) -> ParallelModel:
+    """The model of a module whose chunks are cut."""
     prefix = f"{target.attribute}."
-    sequence_parallel = config.sequence_parallel
-    rows = apply_tensor_parallel(
-        chunk,
-        target.plan,
-        mesh.tp,
-        sequence_parallel=sequence_parallel,
-        prefix=prefix,
-        experts=ExpertAxes.of(mesh),
-        overlap=_overlap(mesh, config),
-    )
-    apply_context_parallel(
-        chunk, mesh, config.context, timeout_seconds=config.runtime.timeout_seconds
-    )
-    apply_expert_parallel(chunk, mesh, config.expert, sequence_parallel=sequence_parallel)
-    streams = apply_random(
-        chunk,
-        mesh,
-        seed=seed,
-        exact=config.runtime.exact_dropout,
-        sequence_parallel=sequence_parallel,
-        streams=streams,
-    )
-    expect_values(chunk, rows, prefix)
-    return rows, streams
+    tied = {f"{prefix}{user}": f"{prefix}{owner}" for owner, user in target.plan.tied}
+    placement = placement_of(config.pipeline.schedule, mesh.pp.size, len(cut.chunks))
+    model = _model(module, target.plan, pipelined, cut.table, tied, cut.streams, mesh, placement)
+    model.networks = tuple(cut.chunks)
+    model.initial_values = cut.drawn
+    model.graphs = cut.graphs
+    if cut.graphs is not None and model.expert_balance is not None:
+        model.expert_balance.hold_weight()
+    model.has_remote_experts = target.plan.has_experts and config.folds_experts
+    return model
 
 
-def _overlap(mesh: ParallelMesh, config: ParallelConfig) -> Overlap | None:
-    """How products hide the collectives of a split sequence; None: not at all."""
-    if not config.sequence_parallel:
-        return None
-    runtime = config.runtime
-    return choose_overlap(
-        mesh.tp,
-        mesh.device,
-        wanted=False if runtime.cuda_graphs != "none" else runtime.overlap_tensor_parallel,
-        timeout_seconds=config.runtime.timeout_seconds,
-    )
-
-
-def _fill(
-    module: nn.Module,
-    path: str,
-    *,
-    rows: Mapping[str, ParameterInfo],
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    drawn_dtype: torch.dtype | None,
-    target: Target,
+def _put_off_weight_gradients(
+    model: ParallelModel, plan: ParallelPlan, mesh: ParallelMesh, config: ParallelConfig
 ) -> None:
-    """Give the module at `path` of the network its values."""
-    prefix = f"{target.attribute}.{path}." if path else f"{target.attribute}."
-    materialise(
-        module,
-        rows,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        drawn_dtype=drawn_dtype,
-        prefix=prefix,
-    )
-
-
-def _graph_and_compile(
-    chunk: nn.Module,
-    plan: ParallelPlan,
-    mesh: ParallelMesh,
-    config: ParallelConfig,
-    streams: Streams | None,
-    *,
-    keeps: bool,
-) -> LayerGraphs | None:
-    """Graphs of a chunk's layers where they are asked for (there is one chunk then, by a rule), and
-    compiled layers.
-    """
-    graphs = None
-    if config.runtime.cuda_graphs == "layers":
-        graphs = graph_layers(chunk, plan, streams, mesh.device)
-    if config.runtime.compile_layers:
-        _compile_layers(chunk, plan, keeps_buffers=keeps)
-        for inner in graphs.inner_modules if graphs is not None else ():
-            compile_inside(inner)
-    return graphs
-
-
-def _compile_layers(chunk: nn.Module, plan: ParallelPlan, *, keeps_buffers: bool) -> None:
-    """Compile each layer in place; names and hooks stay, and equal layers share their code."""
-    if plan.layers is None:
-        raise ValueError(
-            "runtime.compile_layers=True with plan.layers=None: name the container of the layers in"
-            " the plan, or compile the network yourself"
-        )
-    for _, layer in layers_of(chunk, plan):
-        compile_inside(layer, keeps_buffers=keeps_buffers)
+    """Let linear layers leave their weights' gradients to a schedule that splits backwards."""
+    model.weight_gradients = WeightGradients()
+    names = {id(parameter): name for name, parameter in model.parameters.items()}
+    at_once = () if config.pipeline.defer_head_gradient else plan.last
+    compiled = plan.layers if puts_off_in_regions(plan, mesh.tp, config) else None
+    for chunk in model.networks:
+        apply_weight_sinks(chunk, model.weight_gradients, names, at_once, compiled=compiled)
 
 
 def _share_tied_within_rank(chunks: Sequence[nn.Module], plan: ParallelPlan) -> None:
@@ -310,13 +160,13 @@ def _replicate(
     module.to(mesh.device)
     share_first_rank_values(module, mesh)
     roots = [] if shards is None else [tuple(shard_children(module, shards))]
-    model = _finish(module, None, None, table, {}, None, mesh, Placement(mesh.pp.size, 1))
+    model = _model(module, None, None, table, {}, None, mesh, Placement(mesh.pp.size, 1))
     if shards is not None:
         enter_sharded(model, roots)
     return model
 
 
-def _finish(
+def _model(
     module: LightningModule,
     plan: ParallelPlan | None,
     pipelined: PipelinedNetwork | None,

@@ -26,7 +26,7 @@ from megatron_lightning.config.validate import check_layout
 from megatron_lightning.layers.moe import Router
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.flat import Slot
-from megatron_lightning.runtime import graph_choice, parallelize
+from megatron_lightning.runtime import chunks, graph_choice
 from megatron_lightning.runtime.graph_region import GraphRegion
 from megatron_lightning.runtime.layer_graphs import LayerGraphs
 from tests import graphs_on_cpu, layout_runs
@@ -39,7 +39,7 @@ StandIn: Any = Tape
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(parallelize, "graph_layers", parallelize.graph_layers)  # restored
+    monkeypatch.setattr(chunks, "graph_layers", chunks.graph_layers)  # restored
     stand_in_for_graphs(lambda: StandIn(), made)
     yield
     made.clear()
