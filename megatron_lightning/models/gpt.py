@@ -114,6 +114,8 @@ class GPTModel(MegatronModule):
         problems = check_tensor_parallel(self.config, config.tensor_parallel_size)
         problems += check_context_heads(self.config, config)
         problems += self.adapter_problems(config)
+        problems += self.optimizer_config.check()
+        problems += self.scheduler_config.check(self.optimizer_config)
         dropout = self.config.attention_dropout
         if config.runtime.exact_dropout and dropout > 0 and self.attention != "reference":
             problems.append(

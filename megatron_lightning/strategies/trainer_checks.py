@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import (
@@ -185,6 +186,24 @@ def _accelerator(strategy: Any, trainer: Trainer, _: Any) -> Iterator[str]:
         )
 
 
+def _backend(strategy: Any, trainer: Trainer, _: Any) -> Iterator[str]:
+    backend, device = strategy.config.runtime.backend, strategy.root_device.type
+    if backend is None:
+        return
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    names = {part.rpartition(":")[2] for part in backend.lower().split(",")}
+    if names - set(known):
+        yield (
+            f"runtime.backend={backend!r}: torch.distributed knows {known} here; choose one of"
+            f" them, or None for the usual one of the device"
+        )
+    elif device == "cpu" and names == {"nccl"}:
+        yield (
+            f"runtime.backend={backend!r} with accelerator='cpu': NCCL moves what GPUs hold; set"
+            f" backend='gloo', or None"
+        )
+
+
 def _checkpoint_plugin(strategy: Any, trainer: Any, _: Any) -> Iterator[str]:
     given = trainer._accelerator_connector.checkpoint_io
     if given is not None:
@@ -254,6 +273,7 @@ def _metrics_in_pipeline(strategy: Any, _: Any, module: LightningModule) -> Iter
 
 _RULES: tuple[Rule, ...] = (
     _accelerator,
+    _backend,
     _averaging,
     _pruning,
     _finetuning,

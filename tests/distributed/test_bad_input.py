@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.config import PipelineConfig, RuntimeConfig
+from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import PretrainingDataModule
 from megatron_lightning.models.gpt import GPTModel
@@ -150,6 +151,27 @@ def unknown_size() -> None:
     MegatronStrategy(tensor_parallel_size=0, pipeline_parallel_size=-1, sequence_parallel=True)
 
 
+def unknown_backend() -> None:
+    runtime = RuntimeConfig(launcher="fork", backend="nccl2")
+    L.Trainer(devices=2, strategy=MegatronStrategy(runtime=runtime), **QUIET).fit(
+        gpt(), Batches(Run())
+    )
+
+
+def nccl_on_cpu() -> None:
+    runtime = RuntimeConfig(launcher="fork", backend="nccl")
+    L.Trainer(devices=2, strategy=MegatronStrategy(runtime=runtime), **QUIET).fit(
+        gpt(), Batches(Run())
+    )
+
+
+def optimizer_numbers() -> None:
+    model = GPTModel(
+        tiny_config(), OptimizerConfig(lr=-1.0), SchedulerConfig(lr_warmup_steps=-1, min_lr=0.0)
+    )
+    trainer(2, {}).fit(model, Batches(Run()))
+
+
 def several_nodes() -> None:
     trainer(2, {}, num_nodes=2)
 
@@ -172,6 +194,9 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     unknown_launcher: ("runtime.launcher='mpi'", "script"),
     unknown_option: ("tensor_paralel_size",),
     unknown_size: ("2 problems", "tensor_parallel_size=0", "pipeline_parallel_size=-1"),
+    unknown_backend: ("runtime.backend='nccl2'", "gloo", "None"),
+    nccl_on_cpu: ("runtime.backend='nccl'", "accelerator='cpu'", "gloo"),
+    optimizer_numbers: ("optimizer.lr=-1.0", "scheduler.lr_warmup_steps=-1"),
     several_nodes: ("num_nodes=2", "torchrun or srun"),
 }
 
