@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import cublas_lt, fp8_casts
 from megatron_lightning.precision.accumulate import add_to_sum_

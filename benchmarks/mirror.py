@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.parallel import symmetric
-from megatron_lightning.parallel.symmetric import SymmetricExchange
+from megatron_lightning.parallel.peers import symmetric
+from megatron_lightning.parallel.peers.symmetric import SymmetricExchange
 from megatron_lightning.runtime.publish import Publisher
 from megatron_lightning.runtime.stage_messages import StageMessages, TensorSpec
 from megatron_lightning.strategies.lifeline import Lifeline

@@ -26,22 +26,22 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import (
     all_gather,
     begin_all_gather,
     begin_reduce_scatter,
     reduce_scatter,
 )
-from megatron_lightning.parallel.exchange import Exchange, MessageExchange, release_exchanges
 from megatron_lightning.parallel.main_gradient import add_product_
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.overlapped import (
+from megatron_lightning.parallel.overlap.by_parts import (
     gather_product,
     gather_product_backward,
     product_scatter,
     product_scatter_backward,
 )
-from megatron_lightning.parallel.symmetric import SymmetricExchange
+from megatron_lightning.parallel.peers.exchange import Exchange, MessageExchange, release_exchanges
+from megatron_lightning.parallel.peers.symmetric import SymmetricExchange
 
 LAYERS = {  # kind, in, out of the whole layer
     "qkv": ("column", 2048, 3072),

@@ -61,7 +61,7 @@ from megatron_lightning.config.quantization import REAL_RECIPES
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.gpt import BackendName
-from megatron_lightning.parallel.exchange import held_bytes
+from megatron_lightning.parallel.peers.exchange import held_bytes
 from megatron_lightning.runtime.kernel_times import union
 from megatron_lightning.strategies import MegatronStrategy
 

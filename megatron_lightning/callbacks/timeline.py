@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 from typing_extensions import override
 
-from megatron_lightning.parallel.actions import Kind
-from megatron_lightning.parallel.simulate import CostModel, SimulationReport, simulate
+from megatron_lightning.parallel.schedules.actions import Kind
+from megatron_lightning.parallel.schedules.simulate import CostModel, SimulationReport, simulate
 from megatron_lightning.runtime.kernel_times import kernel_times, start_profile
 from megatron_lightning.runtime.timeline import Category, Mark, Timeline
 from megatron_lightning.runtime.timeline_report import RankTimeline, StepReport, mean_durations

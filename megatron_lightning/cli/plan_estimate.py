@@ -20,11 +20,11 @@ from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import ParallelConfig, PipelineConfig
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.actions import Action
 from megatron_lightning.parallel.pipeline import StageLayout
 from megatron_lightning.parallel.ranks import mesh_sizes
-from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
-from megatron_lightning.parallel.simulate import CostModel, SimulationReport, simulate
+from megatron_lightning.parallel.schedules.actions import Action
+from megatron_lightning.parallel.schedules.build import ScheduleName, build_schedule
+from megatron_lightning.parallel.schedules.simulate import CostModel, SimulationReport, simulate
 from megatron_lightning.runtime.parallelize import stage_layout
 
 

@@ -24,9 +24,9 @@ from megatron_lightning.cli.plan_traffic import Traffic, traffic_of
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.model_states import StateBytes, StateDtypes, state_bytes
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.actions import Action, Kind, by_memory
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.pipeline import StageLayout
+from megatron_lightning.parallel.schedules.actions import Action, Kind, by_memory
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.precision.policy import policy_for
 from megatron_lightning.runtime.stage_messages import StageMessages

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_lightning.cli.plan_request import PlanRequest
-from megatron_lightning.parallel.context_exchange import groups_of
-from megatron_lightning.parallel.exchange import shared_bytes
-from megatron_lightning.parallel.overlap_choice import LEAST_BYTES_ON_GPU
+from megatron_lightning.parallel.context.exchange import groups_of
+from megatron_lightning.parallel.overlap.choice import LEAST_BYTES_ON_GPU
+from megatron_lightning.parallel.peers.exchange import shared_bytes
 from megatron_lightning.precision.policy import policy_for
 
 RESERVED_BYTES = 3 << 29

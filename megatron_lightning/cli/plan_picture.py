@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.cli.plan_estimate import Plan
 from megatron_lightning.cli.plan_values import coordinates
-from megatron_lightning.parallel.actions import Kind
+from megatron_lightning.parallel.schedules.actions import Kind
 
 FORMATS = (".svg", ".png", ".pdf")
 MOST_GPUS = 1024

@@ -1,4 +1,4 @@
-"""How attention reaches the tokens of other context ranks. See `parallel/context.py`."""
+"""How attention reaches the tokens of other context ranks. See `parallel/context/apply.py`."""
 
 from __future__ import annotations
 

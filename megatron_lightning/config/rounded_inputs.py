@@ -1,7 +1,8 @@
 """What products in eight or four bits keep for their backward pass, in place of their input.
 
-A linear layer in low precision keeps the rounded transpose of its input (`parallel/quantized.py`);
-the input itself stays only where something else keeps it, or a recomputed module takes it in.
+A linear layer in low precision keeps the rounded transpose of its input
+(`parallel/quantized/products.py`); the input itself stays only where something else keeps it, or a
+recomputed module takes it in.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers.rotary import RotaryTables
-from megatron_lightning.parallel.context_attend import attend
-from megatron_lightning.parallel.context_dense import pad_heads
-from megatron_lightning.parallel.context_kernels import choose_kernel
+from megatron_lightning.parallel.context.attend import attend
+from megatron_lightning.parallel.context.dense import pad_heads
+from megatron_lightning.parallel.context.kernels import choose_kernel
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.random import Initial, Normal
 from megatron_lightning.parallel.sequence import SequenceInfo

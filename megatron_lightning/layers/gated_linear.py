@@ -5,8 +5,8 @@ has both its halves at hand and writes the product once more beside their gradie
 one store. (Megatron-Core computes an activation again in a pass of its own before that of the layer
 behind; here it comes after, since the gradient of the product doesn't need the product.)
 
-Where the layer behind is one operation with a collective (`parallel/overlap.py`), which takes its
-input as it is, the product is made by a launch of its own before that.
+Where the layer behind is one operation with a collective (`parallel/overlap/layers.py`), which
+takes its input as it is, the product is made by a launch of its own before that.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers import kernels
 from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.main_gradient import add_or_put_off, weight_gradient
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.overlap import Overlap, scattered_gradients, scattered_product
+from megatron_lightning.parallel.overlap.layers import (
+    Overlap,
+    scattered_gradients,
+    scattered_product,
+)
 
 
 def gated_linear(

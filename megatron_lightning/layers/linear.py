@@ -16,7 +16,7 @@ from megatron_lightning.layers.gated_linear import gated_linear, gated_scattered
 from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.plain_layers import Border, bordered_linear
-from megatron_lightning.parallel.quantized import QuantizedProducts
+from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.random import Constant, Initial
 from megatron_lightning.parallel.row import RowOutput
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers import kernels
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
-from megatron_lightning.parallel.mesh import MeshAxis
 
 _SLICE_ELEMENTS = 1 << 25
 """Logits handled at once: 128 MiB of float32 temporaries."""

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers import kernels
 from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
-from megatron_lightning.parallel.quantized_region import (
+from megatron_lightning.parallel.quantized.region import (
     largest_of_rows,
     quantized_linear,
     region_gradients,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather_single, all_reduce_
-from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.precision.formats import E4M3_MAX, cast_fp8, power_of_two_scale
 
 _ALIGNMENT = 16

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.optim.gather_fp8 import FP8Gather
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
-from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.precision.masters import Agree, Unrounded, still_initial
 
 

@@ -6,7 +6,7 @@ from megatron_lightning.parallel.checks import (
     check_replicas,
     replicated_tensors,
 )
-from megatron_lightning.parallel.context import apply_context_parallel, check_context_parallel
+from megatron_lightning.parallel.context.apply import apply_context_parallel, check_context_parallel
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.exact_dropout import ExactDropout
 from megatron_lightning.parallel.materialise import materialise, unknown_values

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.config.plan import ParameterInfo, Role
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather
-from megatron_lightning.parallel.mesh import MeshAxis
 
 _PRIME = 0x100000001B3
 _SLICE_BYTES = 1 << 24

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 
 # torch 2.13 renamed both and warns about the old names, which are the only ones in 2.11.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

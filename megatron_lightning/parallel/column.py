@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import (
     all_gather,
     begin_all_gather,
@@ -28,8 +29,7 @@ from megatron_lightning.parallel.collectives import (
     gather_dim,
 )
 from megatron_lightning.parallel.main_gradient import both_gradients, weight_gradient
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.overlap import Overlap, gathered_linear
+from megatron_lightning.parallel.overlap.layers import Overlap, gathered_linear
 
 
 class DefersWeightGradient(Protocol):

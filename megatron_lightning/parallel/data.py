@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import ParameterInfo
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.flat import (
     Bucket,
     Replicas,
@@ -31,7 +32,7 @@ from megatron_lightning.parallel.flat import (
     sum_gradients,
 )
 from megatron_lightning.parallel.main_gradient import announce
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.utils.gradients import scale_tensors_
 from megatron_lightning.utils.tensors import scalar
 

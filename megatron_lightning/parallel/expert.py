@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.expert_clock import ExchangeClock
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True, kw_only=True)

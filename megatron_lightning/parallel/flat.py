@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import Gradient, ParameterInfo
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_, reduce_scatter_single
 from megatron_lightning.parallel.main_gradient import PutOff, add_product_
-from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.precision.accumulate import add_to_sum_
 
 ALIGNMENT_ELEMENTS = 32

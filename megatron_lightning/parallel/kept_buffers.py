@@ -14,8 +14,8 @@ from typing import Any
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.quantized_borders import one_operation
-from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES
+from megatron_lightning.parallel.quantized.borders import one_operation
+from megatron_lightning.parallel.schedules.build import SPLIT_SCHEDULES
 
 _OPTIONS: dict[str, Any] = {
     "allow_buffer_reuse": False,

@@ -12,8 +12,8 @@ The string's grammar follows Megatron-Core's ``pipeline_model_parallel_layout``.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.balance import cut_evenly
+from megatron_lightning.parallel.schedules.actions import Placement
 
 EMBEDDING, LAYER, HEAD = "E", "t", "L"
 _LONG_NAMES = {"embedding": EMBEDDING, "decoder": LAYER, "loss": HEAD}

@@ -18,7 +18,7 @@ from megatron_lightning.parallel.column import (
     deferrable_linear,
 )
 from megatron_lightning.parallel.main_gradient import summing_linear
-from megatron_lightning.parallel.quantized import QuantizedProducts
+from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.row import RowOutput
 
 Border = Callable[[Tensor], Tensor]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import reduce_scatter_dim
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.overlap import Overlap, scattered_linear
+from megatron_lightning.parallel.overlap.layers import Overlap, scattered_linear
 
 
 @dataclass(frozen=True)

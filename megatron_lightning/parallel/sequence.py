@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context_plan import to_device
+from megatron_lightning.parallel.context.plan import to_device
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config.plan import Gradient, ParallelPlan, ParameterInfo, Role, Split
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import (
     gather_dim,
     own_part,
@@ -26,8 +27,8 @@ from megatron_lightning.parallel.collectives import (
     scatter_dim,
 )
 from megatron_lightning.parallel.column import ColumnInput
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.tensor_checks import (

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather
-from megatron_lightning.parallel.context_slices import joining_index, local_index
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.context.slices import joining_index, local_index
 from megatron_lightning.parallel.sequence import SequenceInfo
 
 
@@ -20,7 +20,7 @@ class TokenShift(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.axis = MeshAxis(name="cp")
-        self.contiguous = False  # see `context_slices.py`
+        self.contiguous = False  # see `context/slices.py`
 
     @torch.no_grad()
     @torch.compiler.disable

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import Finish, begin_all_gather
 from megatron_lightning.parallel.column import ColumnInput
-from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.row import RowOutput
 

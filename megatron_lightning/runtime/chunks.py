@@ -17,7 +17,7 @@ from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.layers.given import expect_values
 from megatron_lightning.layers.moe.remote import apply_expert_parallel
-from megatron_lightning.parallel.context import apply_context_parallel
+from megatron_lightning.parallel.context.apply import apply_context_parallel
 from megatron_lightning.parallel.fsdp import (
     ShardOptions,
     expert_units,
@@ -26,8 +26,8 @@ from megatron_lightning.parallel.fsdp import (
 from megatron_lightning.parallel.kept_buffers import puts_off_in_regions
 from megatron_lightning.parallel.materialise import initial_values, materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
-from megatron_lightning.parallel.overlap_choice import choose_overlap
+from megatron_lightning.parallel.overlap.choice import choose_overlap
+from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.recompute import compile_inside
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel

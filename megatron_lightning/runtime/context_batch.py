@@ -2,7 +2,7 @@
 
 Every rank of a context axis reads the same batch. Labels are shifted and positions are made before
 the cut, so a token keeps both wherever it lands. Samples are cut into slices, or they (or the
-documents packed into them) into zig-zag parts, see `parallel/context_slices.py`; what doesn't
+documents packed into them) into zig-zag parts, see `parallel/context/slices.py`; what doesn't
 divide is padded at its end, outside of the loss. Fields are cut along the dim that a table names,
 and an unknown field is an error: a guess would train on the wrong tokens.
 """
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather
-from megatron_lightning.parallel.context_plan import to_device
-from megatron_lightning.parallel.context_slices import local_index, padded_length
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.context.plan import to_device
+from megatron_lightning.parallel.context.slices import local_index, padded_length
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.sequence import HeldTokens, SequenceInfo
 from megatron_lightning.runtime.batch import MicroBatch
 

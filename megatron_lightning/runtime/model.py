@@ -15,13 +15,13 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
 from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.layers.moe.layer import MoELayer
-from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.main_gradient import AddsAtOnce
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantization import Quantization
+from megatron_lightning.parallel.quantized.apply import Quantization
+from megatron_lightning.parallel.schedules.actions import Action, Kind, Placement
 from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients

@@ -18,7 +18,6 @@ from torch import nn
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, replicated
 from megatron_lightning.config.validate import raise_if_any
-from megatron_lightning.parallel.actions import Placement
 from megatron_lightning.parallel.fsdp import (
     ShardOptions,
     shard_children,
@@ -27,8 +26,9 @@ from megatron_lightning.parallel.kept_buffers import puts_off_in_regions
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
-from megatron_lightning.parallel.quantization import apply_quantization, chosen_linears
-from megatron_lightning.parallel.schedules import SPLIT_SCHEDULES, placement_of
+from megatron_lightning.parallel.quantized.apply import apply_quantization, chosen_linears
+from megatron_lightning.parallel.schedules.actions import Placement
+from megatron_lightning.parallel.schedules.build import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.chunks import CutChunks, Target, Values, cut_chunks

@@ -1,7 +1,7 @@
 """Executes a pipeline schedule's action list on one rank.
 
 The engine knows neither the model nor the schedule: a runner computes a chunk's forward, the list
-says what happens when (``parallel/schedules.py``). It moves activations and gradients between
+says what happens when (``parallel/schedules/build.py``). It moves activations and gradients between
 virtual stages, over messages or, between chunks of the same rank, by hand, and calls autograd once
 for each backward. In a split one (I, W) that pass leaves weight gradients of linear layers aside,
 which W computes (``parallel/weight_gradient.py``). A backward and a forward that the list pairs are
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement, in_units
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.lanes import Lanes
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.schedules.actions import COMPUTE, Action, Kind, Placement, in_units
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.stage_messages import Arrival, StageMessages, TensorSpec
 from megatron_lightning.runtime.stage_outputs import StageResult, activations, loss, take_grad

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 
 _DTYPES = (
     torch.float32,

@@ -18,9 +18,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from megatron_lightning.parallel.actions import ActionLists
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.schedules import ScheduleName, build_schedule
+from megatron_lightning.parallel.schedules.actions import ActionLists
+from megatron_lightning.parallel.schedules.build import ScheduleName, build_schedule
 from megatron_lightning.runtime.ballot import Ballot
 from megatron_lightning.runtime.batch import MicroBatch, join_outputs
 from megatron_lightning.runtime.metrics import LogRecorder

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 import torch
 
-from megatron_lightning.parallel.actions import Action, Kind
+from megatron_lightning.parallel.schedules.actions import Action, Kind
 
 
 class Category(StrEnum):

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lightning.parallel.actions import Kind
-from megatron_lightning.parallel.simulate import SimulationReport
+from megatron_lightning.parallel.schedules.actions import Kind
+from megatron_lightning.parallel.schedules.simulate import SimulationReport
 from megatron_lightning.runtime.kernel_times import KernelTimes
 from megatron_lightning.runtime.timeline import Category, Span
 

@@ -21,10 +21,10 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, raise_if_any
-from megatron_lightning.parallel.context import check_context_parallel
-from megatron_lightning.parallel.exchange import abandon_exchanges, release_exchanges
+from megatron_lightning.parallel.context.apply import check_context_parallel
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantization import quantization_problems
+from megatron_lightning.parallel.peers.exchange import abandon_exchanges, release_exchanges
+from megatron_lightning.parallel.quantized.apply import quantization_problems
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron_lightning.config import ContextConfig
 from megatron_lightning.config.context import ContextForm
 from megatron_lightning.layers import Dropout, FusedAttention, ReferenceAttention
-from megatron_lightning.parallel import context_exchange
-from megatron_lightning.parallel.context import apply_context_parallel
-from megatron_lightning.parallel.context_all_to_all import HeadExchange
-from megatron_lightning.parallel.context_slices import local_index
+from megatron_lightning.parallel.context import exchange as context_exchange
+from megatron_lightning.parallel.context.all_to_all import HeadExchange
+from megatron_lightning.parallel.context.apply import apply_context_parallel
+from megatron_lightning.parallel.context.slices import local_index
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.sequence import SequenceInfo

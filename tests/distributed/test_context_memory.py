@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.parallel import context_memory, symmetric
-from megatron_lightning.parallel.context_attend import attend
-from megatron_lightning.parallel.context_dense import CpuKernel
-from megatron_lightning.parallel.context_exchange import announced, exchanged_attention
-from megatron_lightning.parallel.context_slices import local_index
+from megatron_lightning.parallel.context import memory as context_memory
+from megatron_lightning.parallel.context.attend import attend
+from megatron_lightning.parallel.context.dense import CpuKernel
+from megatron_lightning.parallel.context.exchange import announced, exchanged_attention
+from megatron_lightning.parallel.context.slices import local_index
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.peers import symmetric
 from tests.distributed.test_symmetric_turns import BYTES, _exchange
 from tests.harness import run_ranks
 

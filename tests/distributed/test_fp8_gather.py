@@ -7,7 +7,8 @@ import torch
 
 from megatron_lightning.config import DataParallelConfig, QuantizationConfig
 from megatron_lightning.optim.gather_fp8 import FP8Gather
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.precision.formats import E4M3_MAX, power_of_two_scale, round_fp8
 from tests.harness import run_ranks, run_ranks_fresh
 from tests.layout_runs import Run, tiny_config, train

@@ -11,14 +11,16 @@ from megatron_lightning.config import GPTConfig
 from megatron_lightning.config.plan import Gradient, ParallelPlan, column, follows, replicated, row
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.torch_backend import TorchBackend
-from megatron_lightning.parallel import overlapped, whole_products
-from megatron_lightning.parallel.exchange import MessageExchange
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap import by_parts as overlapped
+from megatron_lightning.parallel.overlap import whole as whole_products
+from megatron_lightning.parallel.overlap.layers import Overlap
+from megatron_lightning.parallel.overlap.whole import Collectives
+from megatron_lightning.parallel.peers.exchange import MessageExchange
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
-from megatron_lightning.parallel.whole_products import Collectives
 from tests.harness import run_ranks
 
 GATED = ParallelPlan(

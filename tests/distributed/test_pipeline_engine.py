@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lightning.parallel.actions import Action, Kind, Placement
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.schedules import build_schedule
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.schedules.actions import Action, Kind, Placement
+from megatron_lightning.parallel.schedules.build import build_schedule
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine
 from megatron_lightning.runtime.stage_messages import StageMessages
 from tests.harness import RankError, run_ranks

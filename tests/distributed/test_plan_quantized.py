@@ -30,11 +30,11 @@ from megatron_lightning.config.rounded_inputs import with_rounded_inputs
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.plans import gpt_plan
-from megatron_lightning.parallel import quantization
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import ChunkUnits
-from megatron_lightning.parallel.quantized import QuantizedExperts, QuantizedProducts
-from megatron_lightning.parallel.quantized_experts import RowScaledExperts
+from megatron_lightning.parallel.quantized import apply as quantization
+from megatron_lightning.parallel.quantized.experts import RowScaledExperts
+from megatron_lightning.parallel.quantized.products import QuantizedExperts, QuantizedProducts
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from tests.harness import run_ranks

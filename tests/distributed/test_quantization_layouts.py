@@ -13,11 +13,12 @@ from megatron_lightning.config import DataParallelConfig, PipelineConfig, Quanti
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import reduce_from_axis, reduce_scatter_dim
 from megatron_lightning.parallel.column import ColumnInput
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.quantization import _recipe
-from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.quantized.apply import _recipe
+from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from tests.harness import run_ranks, run_ranks_fresh

@@ -16,8 +16,8 @@ from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized import (
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.quantized.products import (
     QuantizedExperts,
     QuantizedProducts,
     WeightClock,

@@ -10,7 +10,7 @@ from megatron_lightning.config import (
     QuantizationConfig,
     RuntimeConfig,
 )
-from megatron_lightning.parallel import quantization
+from megatron_lightning.parallel.quantized import apply as quantization
 from megatron_lightning.strategies import precision_checks
 from tests.distributed.test_moe_compiled import counted
 from tests.harness import run_ranks_fresh

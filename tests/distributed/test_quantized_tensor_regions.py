@@ -12,14 +12,15 @@ from torch import Tensor
 from megatron_lightning.config import GPTConfig
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.torch_backend import TorchBackend
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
-from megatron_lightning.parallel.quantization import Quantization
-from megatron_lightning.parallel.quantized import QuantizedProducts
-from megatron_lightning.parallel.quantized_borders import one_operation
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap.layers import Overlap
+from megatron_lightning.parallel.overlap.whole import Collectives
+from megatron_lightning.parallel.quantized.apply import Quantization
+from megatron_lightning.parallel.quantized.borders import one_operation
+from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
-from megatron_lightning.parallel.whole_products import Collectives
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from megatron_lightning.precision.operands import Recipe

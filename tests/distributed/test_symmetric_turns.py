@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel import exchange as exchanges
-from megatron_lightning.parallel import symmetric
-from megatron_lightning.parallel.exchange import abandon_exchanges
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlapped import (
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap.by_parts import (
     gather_product,
     gather_product_backward,
     product_scatter,
     product_scatter_backward,
 )
-from megatron_lightning.parallel.symmetric import SymmetricExchange
+from megatron_lightning.parallel.peers import exchange as exchanges
+from megatron_lightning.parallel.peers import symmetric
+from megatron_lightning.parallel.peers.exchange import abandon_exchanges
+from megatron_lightning.parallel.peers.symmetric import SymmetricExchange
 from tests.harness import run_ranks
 
 BYTES = 1 << 16

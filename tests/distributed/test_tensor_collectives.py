@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import (
     all_reduce_,
     copy_to_axis,
@@ -12,7 +13,7 @@ from megatron_lightning.parallel.collectives import (
     reduce_scatter_dim,
     scatter_dim,
 )
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 from tests.harness import run_ranks
 
 SHAPE = (4, 8, 12)

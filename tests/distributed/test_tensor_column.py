@@ -7,9 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config.plan import ParallelPlan, column, follows
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from tests.harness import run_ranks

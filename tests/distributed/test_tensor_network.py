@@ -26,10 +26,11 @@ from megatron_lightning.layers.embedding import (
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.norm import RMSNorm
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.checks import check_replicas, replicated_tensors
 from megatron_lightning.parallel.collectives import all_gather, all_reduce_
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from tests.harness import run_ranks

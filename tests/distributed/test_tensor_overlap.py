@@ -12,18 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config.plan import Gradient, ParallelPlan, column, follows, replicated, row
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.parallel import peer_memory
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.column import ColumnInput
-from megatron_lightning.parallel.exchange import MessageExchange
 from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
-from megatron_lightning.parallel.overlap_choice import choose_overlap
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap.choice import choose_overlap
+from megatron_lightning.parallel.overlap.layers import Overlap
+from megatron_lightning.parallel.overlap.whole import Collectives
+from megatron_lightning.parallel.peers import memory as peer_memory
+from megatron_lightning.parallel.peers.exchange import MessageExchange
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
-from megatron_lightning.parallel.whole_products import Collectives
 from tests.harness import run_ranks
 
 PLAN = ParallelPlan(

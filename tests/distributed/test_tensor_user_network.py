@@ -17,8 +17,9 @@ from megatron_lightning.config.plan import (
     vocabulary,
 )
 from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from tests.distributed.test_tensor_network import reduced_gradients, whole
 from tests.harness import run_ranks

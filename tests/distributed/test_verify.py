@@ -31,9 +31,10 @@ from megatron_lightning.cli.verify_source import (
 from megatron_lightning.cli.verify_tolerances import LIMITS
 from megatron_lightning.config import ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron_lightning.layers.attention import FusedAttention
-from megatron_lightning.parallel import collectives, whole_products
+from megatron_lightning.parallel import collectives
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.exact_dropout import ExactDropout
+from megatron_lightning.parallel.overlap import whole as whole_products
 from tests import tolerances
 from tests.harness import run_ranks_fresh
 

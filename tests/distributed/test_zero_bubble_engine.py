@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.config import PipelineConfig
-from megatron_lightning.parallel.actions import Action, Kind
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.schedules import ScheduleName, build_schedule, placement_of
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.schedules.actions import Action, Kind
+from megatron_lightning.parallel.schedules.build import ScheduleName, build_schedule, placement_of
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine
 from tests import tolerances

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megatron_lightning.callbacks import StepTimeline
 from megatron_lightning.config import PipelineConfig
-from megatron_lightning.parallel.actions import Kind
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.schedules import ScheduleName, build_schedule, placement_of
-from megatron_lightning.parallel.simulate import CostModel, SimulationReport, simulate
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.schedules.actions import Kind
+from megatron_lightning.parallel.schedules.build import ScheduleName, build_schedule, placement_of
+from megatron_lightning.parallel.schedules.simulate import CostModel, SimulationReport, simulate
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine
 from megatron_lightning.runtime.timeline import Category, Timeline

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.parallel.axes import MeshAxis, urgent_options
-from megatron_lightning.parallel.context_exchange import announced, exchanged_attention
+from megatron_lightning.parallel.context.exchange import announced, exchanged_attention
 from tests.harness import run_ranks
 
 pytestmark = [

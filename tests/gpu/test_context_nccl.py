@@ -12,15 +12,15 @@ from torch import Tensor
 
 from megatron_lightning.config import ContextConfig
 from megatron_lightning.layers import Dropout, FusedAttention
-from megatron_lightning.parallel.context import apply_context_parallel
-from megatron_lightning.parallel.context_cudnn import CudnnKernel
-from megatron_lightning.parallel.context_dense import MathKernel
-from megatron_lightning.parallel.context_flash import FlashKernel
-from megatron_lightning.parallel.context_kernels import choose_kernel
-from megatron_lightning.parallel.context_plan import CAUSAL, FULL, Band, Span
-from megatron_lightning.parallel.context_slices import local_index
-from megatron_lightning.parallel.exchange import release_exchanges
+from megatron_lightning.parallel.context.apply import apply_context_parallel
+from megatron_lightning.parallel.context.cudnn import CudnnKernel
+from megatron_lightning.parallel.context.dense import MathKernel
+from megatron_lightning.parallel.context.flash import FlashKernel
+from megatron_lightning.parallel.context.kernels import choose_kernel
+from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span
+from megatron_lightning.parallel.context.slices import local_index
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.peers.exchange import release_exchanges
 from megatron_lightning.parallel.streams import Layout
 from tests.harness import run_ranks, run_ranks_fresh
 from tests.layout_runs import SEQUENCE, Run, assert_same_training, tiny_config, train

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import fp8_casts
 from megatron_lightning.precision.delayed import DelayedScaling

@@ -25,9 +25,9 @@ from megatron_lightning.config import (
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.layers.moe.experts import ExpertLinear, expert_weight_gradient
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized import WeightClock
-from megatron_lightning.parallel.quantized_experts import RowScaledExperts
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.quantized.experts import RowScaledExperts
+from megatron_lightning.parallel.quantized.products import WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import fp8_casts
 from megatron_lightning.precision.fp8 import device_problem

@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron_lightning.layers import TorchBackend
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
-from megatron_lightning.parallel import context_ragged
-from megatron_lightning.parallel.context_attend import attend
-from megatron_lightning.parallel.context_cudnn import CudnnKernel
-from megatron_lightning.parallel.context_flash import FlashKernel
-from megatron_lightning.parallel.context_kernels import BlockKernel
-from megatron_lightning.parallel.context_plan import CAUSAL, FULL, Band, Span
+from megatron_lightning.parallel.context import ragged as context_ragged
+from megatron_lightning.parallel.context.attend import attend
+from megatron_lightning.parallel.context.cudnn import CudnnKernel
+from megatron_lightning.parallel.context.flash import FlashKernel
+from megatron_lightning.parallel.context.kernels import BlockKernel
+from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span
 from tests.layout_runs import tiny_config
 
 pytestmark = [

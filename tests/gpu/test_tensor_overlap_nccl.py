@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from megatron_lightning.config import RuntimeConfig
 from megatron_lightning.config.plan import ParallelPlan, column, row
 from megatron_lightning.layers.linear import Linear
-from megatron_lightning.parallel import overlap_choice
-from megatron_lightning.parallel.exchange import (
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.materialise import materialise
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap import choice as overlap_choice
+from megatron_lightning.parallel.overlap.choice import choose_overlap
+from megatron_lightning.parallel.overlap.layers import Overlap
+from megatron_lightning.parallel.peers.exchange import (
     MessageExchange,
     abandon_exchanges,
     release_exchanges,
 )
-from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.overlap import Overlap
-from megatron_lightning.parallel.overlap_choice import choose_overlap
+from megatron_lightning.parallel.peers.symmetric import SymmetricExchange
 from megatron_lightning.parallel.random import Normal
-from megatron_lightning.parallel.symmetric import SymmetricExchange
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from tests.harness import run_ranks, run_ranks_fresh
 from tests.layout_runs import Run, assert_same_training, tiny_config, train

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_lightning.layers import Dropout, FusedAttention, ReferenceAttention
 from megatron_lightning.layers.norm import RMSNorm
-from megatron_lightning.parallel.context_kernels import choose_kernel
+from megatron_lightning.parallel.context.kernels import choose_kernel
 from megatron_lightning.parallel.sequence import SequenceInfo
 from megatron_lightning.parallel.streams import Layout
 

@@ -2,8 +2,8 @@
 
 import json
 
-from megatron_lightning.parallel.actions import Kind
-from megatron_lightning.parallel.schedules import (
+from megatron_lightning.parallel.schedules.actions import Kind
+from megatron_lightning.parallel.schedules.build import (
     interleaved_1f1b,
     interleaved_order,
     microbatch_groups,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.layers.moe.tokens import RoutedTokens
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
-from megatron_lightning.parallel.mesh import MeshAxis
 
 
 class AuxiliaryWeight:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.layers.moe.tokens import RoutedTokens
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather
-from megatron_lightning.parallel.mesh import MeshAxis
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class DefersGradient(Protocol):
 
 
 class LowPrecision(Protocol):
-    """Products of stacked experts in low precision, see `parallel/quantized_experts.py`."""
+    """Products of stacked experts in low precision, see `parallel/quantized/experts.py`."""
 
     def __call__(
         self,

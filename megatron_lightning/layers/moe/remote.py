@@ -36,6 +36,7 @@ from megatron_lightning.layers.moe.permute import (
 from megatron_lightning.layers.moe.remote_deep_ep import DeepEPBuffer, DeepEPDispatcher
 from megatron_lightning.layers.moe.routing import Routing
 from megatron_lightning.layers.moe.side_stream import SideStream
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import (
     all_gather,
     gather_dim,
@@ -52,7 +53,7 @@ from megatron_lightning.parallel.expert import (
     return_rows,
     send_rows,
 )
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.mesh import ParallelMesh
 
 
 def apply_expert_parallel(

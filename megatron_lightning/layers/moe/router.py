@@ -32,7 +32,7 @@ from megatron_lightning.layers.moe.routing import (
 )
 from megatron_lightning.layers.moe.statistics import RouterStatistics, is_recomputation
 from megatron_lightning.layers.moe.tokens import RoutedTokens
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.random import Constant, Initial, Normal
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}

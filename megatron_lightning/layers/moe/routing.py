@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.config.moe import MoEConfig
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather
-from megatron_lightning.parallel.mesh import MeshAxis
 
 SINKHORN_ITERATIONS = 50
 _TINY = 1e-20

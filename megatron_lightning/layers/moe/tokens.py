@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.streams import Layout, Streams
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lightning.parallel import symmetric
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.peers import symmetric
 from tests.distributed.test_symmetric_turns import _exchange
 from tests.harness import run_ranks_fresh
 

@@ -13,7 +13,7 @@ from megatron_lightning.layers.gated_silu import gated_silu, weighted_gated_silu
 from megatron_lightning.layers.loss import vocabulary_cross_entropy
 from megatron_lightning.layers.moe.permute import permute, sort_by_expert, unpermute
 from megatron_lightning.layers.moe.routing import Routing
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float64: 1e-14}

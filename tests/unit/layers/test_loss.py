@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lightning.layers import loss as loss_module
 from megatron_lightning.layers.loss import CrossEntropy, masked_mean, vocabulary_cross_entropy
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 
 SINGLE = MeshAxis(name="tp")
 

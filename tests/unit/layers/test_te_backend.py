@@ -18,8 +18,8 @@ from megatron_lightning.layers import SequenceInfo, TorchBackend, TransformerLay
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.te import TransformerEngineBackend, attention, products
 from megatron_lightning.models.gpt import BackendName, GPTModel
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.quantized import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import te
 from megatron_lightning.precision.delayed import DelayedScaling

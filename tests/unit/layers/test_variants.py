@@ -22,7 +22,7 @@ from megatron_lightning.layers.clamped_gate import clamped_gate
 from megatron_lightning.layers.norm import RMSNorm
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
-from megatron_lightning.parallel.context_dense import MathKernel
+from megatron_lightning.parallel.context.dense import MathKernel
 from megatron_lightning.parallel.sequence import SequenceInfo
 from megatron_lightning.parallel.streams import Layout
 
@@ -100,7 +100,7 @@ def test_slices_of_capped_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     results = []
     for elements in (1 << 25, 3 * BATCH * HEADS * LENGTH):
-        monkeypatch.setattr("megatron_lightning.parallel.context_dense._SLICE_ELEMENTS", elements)
+        monkeypatch.setattr("megatron_lightning.parallel.context.dense._SLICE_ELEMENTS", elements)
         q, k, v, _ = inputs()
         core(q, k, v).square().sum().backward()
         results.append((q.grad, k.grad, v.grad))

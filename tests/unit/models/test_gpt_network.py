@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from megatron_lightning.config import GPTConfig
 from megatron_lightning.models import GPTNetwork, gpt_plan
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.materialise import materialise
-from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 
 SIZES = {

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from megatron_lightning.parallel import exchange
-from megatron_lightning.parallel.exchange import abandon_exchanges
+from megatron_lightning.parallel.peers import exchange
+from megatron_lightning.parallel.peers.exchange import abandon_exchanges
 
 
 class Waiting:

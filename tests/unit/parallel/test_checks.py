@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_lightning.config.plan import ParameterInfo, column, replicated
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.checks import check_replicas, replicated_tensors, tensor_hash
-from megatron_lightning.parallel.mesh import MeshAxis
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context_attend import (
+from megatron_lightning.parallel.context.attend import (
     Merged,
     attend,
     backward_calls,
     forward_calls,
     zeros_like,
 )
-from megatron_lightning.parallel.context_cudnn import is_regular
-from megatron_lightning.parallel.context_dense import CpuKernel, MathKernel, band_mask
-from megatron_lightning.parallel.context_kernels import BlockKernel, choose_kernel
-from megatron_lightning.parallel.context_plan import CAUSAL, FULL, Band, Span, ring_calls
-from megatron_lightning.parallel.context_slices import local_index
+from megatron_lightning.parallel.context.cudnn import is_regular
+from megatron_lightning.parallel.context.dense import CpuKernel, MathKernel, band_mask
+from megatron_lightning.parallel.context.kernels import BlockKernel, choose_kernel
+from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span, ring_calls
+from megatron_lightning.parallel.context.slices import local_index
 
 KERNELS = {"math": MathKernel, "cpu": CpuKernel}
 HEADS = {"multi_head": (4, 4), "grouped": (4, 2), "multi_query": (4, 1)}
@@ -182,7 +182,7 @@ def test_math_kernel_works_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     options = dict(queries=((0, 24),), keys=((0, 24),), scale=SCALE, band=CAUSAL)
     whole = MathKernel().forward(q, k, v, **options)
     gradients = MathKernel().backward(grad, q, k, v, *whole, **options)
-    monkeypatch.setattr("megatron_lightning.parallel.context_dense._SLICE_ELEMENTS", 4 * 24 * 5)
+    monkeypatch.setattr("megatron_lightning.parallel.context.dense._SLICE_ELEMENTS", 4 * 24 * 5)
     sliced = MathKernel().forward(q, k, v, **options)
     again = MathKernel().backward(grad, q, k, v, *whole, **options)
     for one, other in zip((*whole, *gradients), (*sliced, *again), strict=True):

@@ -12,7 +12,7 @@ from megatron_lightning.config.validate import check_layout, check_world
 from megatron_lightning.layers import TorchBackend
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
-from megatron_lightning.parallel.context import check_context_parallel
+from megatron_lightning.parallel.context.apply import check_context_parallel
 from megatron_lightning.parallel.ranks import context_rank_lists, mesh_sizes
 from tests.layout_runs import tiny_config
 

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from megatron_lightning.config import ContextConfig
-from megatron_lightning.parallel import context_neighbours, peer_memory
-from megatron_lightning.parallel.context_neighbours import neighbours
-from megatron_lightning.parallel.exchange import holding, release_exchanges
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.context import neighbours as context_neighbours
+from megatron_lightning.parallel.context.neighbours import neighbours
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.peers import memory as peer_memory
+from megatron_lightning.parallel.peers.exchange import holding, release_exchanges
 
 
 class Memory:

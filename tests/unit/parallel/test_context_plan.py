@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context_dense import band_mask
-from megatron_lightning.parallel.context_plan import Call, gathered_calls, joined, ring_calls
-from megatron_lightning.parallel.context_slices import joining_index, local_index, padded_length
+from megatron_lightning.parallel.context.dense import band_mask
+from megatron_lightning.parallel.context.plan import Call, gathered_calls, joined, ring_calls
+from megatron_lightning.parallel.context.slices import joining_index, local_index, padded_length
 
 LENGTHS = [(16,), (8, 8), (8, 24, 16)]
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.parallel import context_ragged
-from megatron_lightning.parallel.context_cudnn import CudnnKernel
-from megatron_lightning.parallel.context_plan import CAUSAL, FULL, Band, Span
-from megatron_lightning.parallel.context_ragged import (
+from megatron_lightning.parallel.context import ragged as context_ragged
+from megatron_lightning.parallel.context.cudnn import CudnnKernel
+from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span
+from megatron_lightning.parallel.context.ragged import (
     Plan,
     RaggedKernel,
     indices,

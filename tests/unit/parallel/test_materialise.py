@@ -16,13 +16,13 @@ from megatron_lightning.config.plan import (
 from megatron_lightning.layers.embedding import VocabularyEmbedding, VocabularyHead
 from megatron_lightning.layers.given import give_values
 from megatron_lightning.layers.linear import Linear
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.materialise import (
     initial_values,
     lost_buffers,
     materialise,
     unknown_values,
 )
-from megatron_lightning.parallel.mesh import MeshAxis
 from megatron_lightning.parallel.random import Constant, Normal
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 

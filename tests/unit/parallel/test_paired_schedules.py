@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, by_memory, in_units
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.lanes import Lanes
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.schedules import build_schedule
-from megatron_lightning.parallel.simulate import CostModel, ScheduleError, simulate
+from megatron_lightning.parallel.schedules.actions import COMPUTE, Action, Kind, by_memory, in_units
+from megatron_lightning.parallel.schedules.build import build_schedule
+from megatron_lightning.parallel.schedules.simulate import CostModel, ScheduleError, simulate
 from megatron_lightning.runtime.pipeline_engine import PipelineEngine
 
 PIPELINE = (1, 2, 3, 4, 8)

@@ -17,11 +17,16 @@ from megatron_lightning.config import QuantizationConfig
 from megatron_lightning.config.plan import ParameterInfo
 from megatron_lightning.config.plan import experts as experts_split
 from megatron_lightning.layers.moe.experts import ExpertLinear
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
-from megatron_lightning.parallel.quantization import _experts
-from megatron_lightning.parallel.quantized import QuantizedExperts, TensorSplit, WeightClock
-from megatron_lightning.parallel.quantized_experts import RowScaledExperts
+from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.quantized.apply import _experts
+from megatron_lightning.parallel.quantized.experts import RowScaledExperts
+from megatron_lightning.parallel.quantized.products import (
+    QuantizedExperts,
+    TensorSplit,
+    WeightClock,
+)
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import grouped
 from megatron_lightning.precision.fp8_casts import cast_stack_columns

@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron_lightning.parallel.actions import COMPUTE, Action, Kind, Placement
-from megatron_lightning.parallel.schedules import (
+from megatron_lightning.parallel.schedules.actions import COMPUTE, Action, Kind, Placement
+from megatron_lightning.parallel.schedules.build import (
     add_communication,
     build_schedule,
     microbatch_groups,
 )
-from megatron_lightning.parallel.simulate import CostModel, ScheduleError, simulate
+from megatron_lightning.parallel.schedules.simulate import CostModel, ScheduleError, simulate
 
 PIPELINE = (1, 2, 3, 4, 8)
 CHUNKS = (1, 2, 3)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.parallel.mesh import MeshAxis
-from megatron_lightning.parallel.symmetric import SETS, _SymmetricTurn
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.peers.symmetric import SETS, _SymmetricTurn
 
 
 def regions(

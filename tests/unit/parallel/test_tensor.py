@@ -18,7 +18,7 @@ from megatron_lightning.layers.embedding import VocabularyEmbedding, VocabularyH
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.norm import RMSNorm
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.plain_layers import SplitLinear
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.parallel.tensor import apply_tensor_parallel, padded_size

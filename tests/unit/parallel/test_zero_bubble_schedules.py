@@ -9,16 +9,16 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron_lightning.config import ParallelConfig, PipelineConfig
 from megatron_lightning.config.validate import check_layout
-from megatron_lightning.parallel.actions import Action, Kind, Placement
 from megatron_lightning.parallel.pipeline import build_layout
-from megatron_lightning.parallel.schedules import (
+from megatron_lightning.parallel.schedules.actions import Action, Kind, Placement
+from megatron_lightning.parallel.schedules.build import (
     ScheduleName,
     add_communication,
     build_schedule,
     placement_of,
 )
-from megatron_lightning.parallel.schedules_zero_bubble import v_placement, zb_h1, zb_v
-from megatron_lightning.parallel.simulate import CostModel, SimulationReport, simulate
+from megatron_lightning.parallel.schedules.simulate import CostModel, SimulationReport, simulate
+from megatron_lightning.parallel.schedules.zero_bubble import v_placement, zb_h1, zb_v
 
 CHUNKS = {"zb-v": 2, "interleaved": 2}
 

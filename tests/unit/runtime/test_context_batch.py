@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.mesh import MeshAxis, ParallelMesh
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch
 from megatron_lightning.runtime.context_batch import SEQUENCE_DIMS, ContextSlicer
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_lightning.callbacks import StepTimeline
-from megatron_lightning.parallel.actions import Action, Kind
-from megatron_lightning.parallel.simulate import CostModel, simulate
+from megatron_lightning.parallel.schedules.actions import Action, Kind
+from megatron_lightning.parallel.schedules.simulate import CostModel, simulate
 from megatron_lightning.runtime.kernel_times import KernelTimes, intersection, union
 from megatron_lightning.runtime.timeline import Category, Span, Timeline, span
 from megatron_lightning.runtime.timeline_report import RankTimeline, StepReport

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lightning.parallel import exchange
+from megatron_lightning.parallel.peers import exchange
 from megatron_lightning.strategies import startup
 
 

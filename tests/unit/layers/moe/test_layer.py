@@ -24,7 +24,7 @@ from megatron_lightning.layers.moe.remote import (
     SharedTokensDispatcher,
 )
 from megatron_lightning.layers.torch_backend import TorchBackend
-from megatron_lightning.parallel.mesh import MeshAxis
+from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 
 S, B, H, F_, E, K = 5, 2, 16, 12, 6, 2

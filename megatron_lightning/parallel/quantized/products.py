@@ -1,0 +1,378 @@
+"""Linear layers whose three products take factors of eight or four bits.
+
+What a recipe rounds and how is in `precision/operands.py`; here stand the layer's borders and what
+is kept. Of the input the rounded transpose is kept for the backward pass, in place of the input;
+with sequence parallelism the own part of it. Weights are rounded once in a window. Scales do not
+depend on the layout: largest values are taken over the ranks that hold other parts of a tensor,
+which is one small reduction each, but for delayed scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.collectives import all_reduce_
+from megatron_lightning.parallel.column import ColumnInput
+from megatron_lightning.parallel.main_gradient import main_gradient_of
+from megatron_lightning.parallel.quantized.products.borders import gradients, joins_parts, product
+from megatron_lightning.parallel.quantized.products.region import Borders, RegionLinear
+from megatron_lightning.parallel.row import RowOutput
+from megatron_lightning.precision.accumulate import add_to_sum_
+from megatron_lightning.precision.fp8 import FP8TensorRecipe
+from megatron_lightning.precision.operands import (
+    BOTH,
+    Noise,
+    Operand,
+    Pair,
+    Recipe,
+    Wanted,
+    identity,
+)
+
+TensorSplit = Literal["columns", "rows", "none"]
+"""What of a linear layer the tensor axis splits: output features, input features, nothing."""
+NoiseSource = Callable[[torch.Size, torch.Size, torch.device], Noise]
+"""(shape of the layer's input, shape of the gradient's matrix, device) -> its noise."""
+
+
+@dataclass
+class WeightClock:
+    """When rounded weights are old. One for each rank's model."""
+
+    time: int = 0
+
+    def tick(self) -> None:
+        """Weights may have changed."""
+        self.time += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightClock:
+        """Itself: copies of a network are no other model."""
+        return self
+
+
+@dataclass(eq=False, kw_only=True)
+class QuantizedProducts:
+    """What a linear layer holds to run in low precision."""
+
+    recipe: Recipe
+    split: TensorSplit
+    tensor_axis: MeshAxis
+    context_axis: MeshAxis
+    splits_sequence: bool
+    """True where the layer's rows are a part of the sequence over the tensor axis."""
+    clock: WeightClock
+    keeps_weights: bool = True
+    """False: round weights at each use (fully sharded ones come and go)."""
+    noise: NoiseSource | None = None
+    in_regions: bool = False
+    """True: in a compiled layer products are operations of its region; `announce` goes before."""
+    weight_held: Tensor | None = field(default=None, repr=False)
+    """What was announced; views of it that a region makes have versions of their own."""
+    _weight: Pair | None = field(default=None, repr=False)
+    _weight_key: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedProducts:
+        """The same without rounded weights, for a copy of the layer."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name[0] != "_"}
+        return QuantizedProducts(**{**fields, "in_regions": False, "weight_held": None})
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Callable[[Tensor], Tensor] | None,
+        *,
+        sums: bool,
+        after: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """`after(F.linear(before(x), weight, bias))` by the recipe: (..., in), (out, in) -> (...,
+        out).
+        """
+        axis, dim = _WHOLE, None
+        if isinstance(before, ColumnInput):
+            axis, dim = before.axis, before.sequence_dim
+        elif before is not None:
+            x = before(x)
+        # Within the function gradients are off, and `needs_input_grad` knows nothing of `no_grad`.
+        keeps = weight.requires_grad and torch.is_grad_enabled()
+        if self._in_region():
+            return self._region_linear(x, weight, bias, axis, dim, after, sums=sums, keeps=keeps)
+        y = _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
+        return y if after is None else after(y)
+
+    def _region_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: MeshAxis,
+        dim: int | None,
+        after: Callable[[Tensor], Tensor] | None,
+        *,
+        sums: bool,
+        keeps: bool,
+    ) -> Tensor:
+        """The same as one operation, with the collectives at the layer's borders."""
+        assert dim in (None, 0), "see `one_operation`"
+        recipe, scatters = self.recipe, 1
+        if isinstance(after, RowOutput) and after.overlap.scatters(x, after.sequence_dim):
+            scatters, after = after.axis.size, None
+        borders: Borders = (
+            1 if dim is None else axis.size,
+            joins_parts(x, recipe, axis.size, dim),
+            scatters,
+        )
+        y = RegionLinear.apply(
+            x, weight, bias, sums, keeps, recipe.layout, recipe.takes_parts, borders
+        )
+        return y if after is None else after(y)
+
+    def run(self, forward: Callable[[Tensor], Tensor], x: Tensor, *, sums: bool) -> Tensor:
+        """`forward(x)` of the layer, if need be outside of compiled regions."""
+        return forward(x) if self._in_region() else _outside_of_regions(forward, x)
+
+    def _in_region(self) -> bool:
+        return self.in_regions and torch.compiler.is_compiling()
+
+    # ------------------------------------------------------------------ operands
+
+    def input(self, x: Tensor, *, part: bool, wanted: Wanted, parts: Tensor | None = None) -> Pair:
+        """Operands of the input (T, K); `part`: of this tensor rank's part of the sequence.
+        `parts`: largest values of its parts, where the recipe `takes_parts`.
+        """
+        columns = [self.tensor_axis] if self.split == "rows" else []
+        return self.recipe.pair(
+            x,
+            "input",
+            over_rows=self._over(self._row_axes(part)),
+            over_columns=self._over(columns),
+            wanted=wanted,
+            **_given(parts),
+        )
+
+    def gradient(
+        self, grad: Tensor, wanted: Wanted, noise: Noise | None, parts: Tensor | None = None
+    ) -> Pair:
+        """Operands of the output's gradient (T, N); `parts` as of an input."""
+        columns = [self.tensor_axis] if self.split == "columns" else []
+        self._check_context_blocks(len(grad))
+        if wanted[1]:
+            self._check_tensor_blocks(len(grad))
+        return self.recipe.pair(
+            grad,
+            "gradient",
+            over_rows=self._over(self._row_axes(self.splits_sequence)),
+            over_columns=self._over(columns),
+            noise=noise,
+            wanted=wanted,
+            **_given(parts),
+        )
+
+    def weight(self, weight: Tensor, wanted: Wanted) -> Pair:
+        """Operands of the weight (N, K), from before if it hasn't changed since. Where they are
+        kept, both are made at once.
+        """
+        key = self._key_of(weight)
+        if self._weight is not None and self._weight_key == key:
+            return self._weight
+        axes = [self.tensor_axis]
+        pair = self.recipe.pair(
+            weight,
+            "weight",
+            over_rows=self._over(axes if self.split == "columns" else []),
+            over_columns=self._over(axes if self.split == "rows" else []),
+            wanted=BOTH if self.keeps_weights else wanted,
+        )
+        if self.keeps_weights:
+            self._weight, self._weight_key = pair, key
+        return pair
+
+    @property
+    def rounds_apart(self) -> bool:
+        """True where operands of a weight are a cast with one scale, of its own largest value."""
+        alone = self.keeps_weights and (self.split == "none" or self.tensor_axis.size == 1)
+        return alone and type(self.recipe) is FP8TensorRecipe and not self.recipe.lends_scales
+
+    def hold(self, weight: Tensor, pair: Pair) -> None:
+        """Take operands of the weight as it is now, from who has made them."""
+        self._weight, self._weight_key = pair, self._key_of(weight)
+
+    def _key_of(self, weight: Tensor) -> tuple[int, ...]:
+        held = weight if self.weight_held is None else self.weight_held
+        return self.clock.time, held._version, weight.data_ptr()
+
+    def weight_gradient(
+        self, weight: Tensor, grad: Operand, x: Operand, *, sums: bool
+    ) -> Tensor | None:
+        """The gradient for autograd, or None once it is in its sum."""
+        product = self.recipe.product
+        if not sums:
+            return product(grad, x, weight.dtype, forward=False)
+
+        def write(total: Tensor, add: bool) -> None:
+            total = total.view(weight.shape)
+            if not add:
+                product(grad, x, total.dtype, forward=False, out=total)
+            elif not self.recipe.add_product_(total, grad, x):
+                # Half the traffic of float32, and a rounding far below that of the factors;
+                # float16 could overflow.
+                exact = weight.dtype is torch.float16
+                dtype = torch.float32 if exact else weight.dtype
+                add_to_sum_(total, product(grad, x, dtype, forward=False))
+
+        main_gradient_of(weight).add_written(write)
+        return None
+
+    def _row_axes(self, part: bool) -> list[MeshAxis]:
+        return [self.context_axis, self.tensor_axis] if part else [self.context_axis]
+
+    def _over(self, axes: list[MeshAxis]) -> Callable[[Tensor], Tensor]:
+        split = [axis for axis in axes if axis.size > 1]
+        return partial(largest_over, axes=split) if split else identity
+
+    def _check_context_blocks(self, rows: int) -> None:
+        """Blocks of tokens must not reach over the slices of a context rank (two, zig-zag)."""
+        slices = 2 * self.recipe.block
+        if self.context_axis.size > 1 and self.recipe.block > 1 and rows % slices:
+            raise ValueError(
+                f"quantization: {rows} tokens of a micro-batch on a context rank are two slices"
+                f" that blocks of {self.recipe.block} tokens do not divide; make seq_length x"
+                f" micro_batch_size / context_parallel_size a multiple of {slices}, or use a recipe"
+                " without blocks"
+            )
+
+    def _check_tensor_blocks(self, rows: int) -> None:
+        """Blocks of tokens must not reach over tensor ranks that hold parts of the sequence."""
+        block = self.recipe.block
+        if self.splits_sequence and self.tensor_axis.size > 1 and rows % block:
+            raise ValueError(
+                f"quantization: {rows} tokens of a micro-batch on a tensor rank"
+                f" (tensor_parallel_size={self.tensor_axis.size}, sequence_parallel=True), which"
+                f" blocks of {block} tokens do not divide: blocks would reach over ranks; make"
+                " seq_length x micro_batch_size / (context_parallel_size x tensor_parallel_size) a"
+                f" multiple of {block}, exclude layers whose weight is not split by name, or use a"
+                " recipe without blocks"
+            )
+
+
+def _given(parts: Tensor | None) -> dict[str, Any]:
+    return {} if parts is None else {"parts": parts}
+
+
+def largest_over(amax: Tensor, *, axes: list[MeshAxis]) -> Tensor:
+    """Largest values over all ranks of `axes`, one after the other; in place."""
+    for axis in axes:
+        if axis.size > 1:
+            amax = all_reduce_(amax.contiguous(), axis, "max")
+    return amax
+
+
+def _call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x)
+
+
+# Rounded weights, largest values and main gradients are kept from call to call, which a compiled
+# region can't know of; so these layers lie between regions, as kernels of their own.
+_outside_of_regions: Any = torch.compiler.disable(_call)
+
+_WHOLE = MeshAxis(name="whole")
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: QuantizedProducts,
+        axis: MeshAxis,
+        dim: int | None,
+        sums: bool,
+        keeps: bool,
+    ) -> Tensor:
+        part = joins_parts(x, products.recipe, axis.size, dim)
+        y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps)
+        shape = torch.Size((*y.shape[:-1], x.shape[-1]))
+        rows = torch.Size((y.numel() // y.shape[-1], y.shape[-1]))
+        ctx.noise = None if products.noise is None else products.noise(shape, rows, y.device)
+        _save(ctx, weight, transposed)
+        ctx.products, ctx.axis, ctx.dim, ctx.part, ctx.sums = products, axis, dim, part, sums
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, transposed = _saved(ctx)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x, grad_weight = gradients(
+            ctx.products,
+            grad,
+            weight,
+            transposed,
+            ctx.axis,
+            ctx.dim,
+            part=ctx.part,
+            needs_x=needs_x,
+            needs_weight=needs_weight,
+            sums=ctx.sums,
+            noise=ctx.noise,
+        )
+        grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _save(ctx: Any, weight: Tensor, transposed: Operand | None) -> None:
+    """Keep tensors where hooks of recomputation and offloading see them."""
+    values, scale = (None, None) if transposed is None else transposed
+    ctx.save_for_backward(weight, values, scale)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Operand | None]:
+    weight, values, scale = ctx.saved_tensors
+    return weight, None if values is None else Operand(values, scale)
+
+
+@dataclass(eq=False)
+class QuantizedExperts:
+    """What a layer of experts holds to run in low precision: one expert after the other, each with
+    scales of its own, so that neither other experts nor empty rows touch them.
+    """
+
+    products: tuple[QuantizedProducts, ...]
+    """Of each expert held."""
+
+    def __call__(
+        self, rows: Tensor, weight: Tensor, counts: Tensor, multiply: object, defer: object
+    ) -> Tensor:
+        """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts.
+        Weight gradients are the recipe's, and none is put off.
+        """
+        return _experts_outside(self, rows, weight, counts)
+
+    def run(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """See `__call__`."""
+        sizes: list[int] = counts.tolist()
+        *parts, left = rows.split([*sizes, len(rows) - sum(sizes)])
+        done = [
+            products(part, one, None, None, sums=False) if len(part) else F.linear(part, one)
+            for products, part, one in zip(self.products, parts, weight.unbind(0), strict=True)
+        ]
+        return torch.cat([*done, rows.new_zeros(len(left), weight.shape[1])])
+
+
+def _run_experts(experts: QuantizedExperts, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return experts.run(rows, weight, counts)
+
+
+_experts_outside: Any = torch.compiler.disable(_run_experts)

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data, and their judge: lists of actions, which need no process."""
