@@ -33,6 +33,7 @@ from megatron_lightning.runtime.folded_step import FoldedStep
 from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.tail_norms import TailNorms
+from megatron_lightning.runtime.tied_copies import TiedCopies
 
 MOMENTS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -98,6 +99,7 @@ class ParameterUpdate:
                 fold=fold,
                 stages=shards.stages if isinstance(shards, ParameterShards) else None,
             )
+        self._tied = TiedCopies(model, mesh)
         self._tail: TailNorms | None = None
         if self._folded is not None and isinstance(model.buckets, GradientBuckets):
             self._tail = TailNorms(model.buckets)
@@ -150,6 +152,7 @@ class ParameterUpdate:
         buckets = self._model.buckets
         assert buckets is not None
         self.take_changes()
+        self._tied.check(self.optimizers, self.updated())
         if buckets.is_stale:
             self.wait()
             buckets.rebuild()
