@@ -130,6 +130,8 @@ def problems_of(request: PlanRequest) -> list[str]:
         value: int = getattr(request, field)
         if value < 1:
             problems.append(f"{field}={value}: must be at least 1")
+    if request.global_batch_size is not None and request.global_batch_size < 1:
+        problems.append(f"global_batch_size={request.global_batch_size}: must be at least 1")
     sizes_fit = not problems
     problems += check_world(request.parallel, request.gpus)
     try:

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from numbers import Integral, Real
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -31,8 +31,9 @@ def type_problems(config: Any, prefix: str = "") -> list[str]:
     found: list[str] = []
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
-        options = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        is_optional = NoneType in get_args(hint)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        options = [kind for kind in kinds if kind is not NoneType]
+        is_optional = NoneType in kinds
         if len(options) != 1 or (value is None and is_optional):
             continue
         kind = options[0]

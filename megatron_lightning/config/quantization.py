@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_lightning.config.field_types import type_problems
+
 RecipeName = Literal[
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"
 ]
@@ -79,6 +81,8 @@ class QuantizationConfig:
 
     def check(self) -> list[str]:
         """Return every violation as one explained sentence; an empty list when there is none."""
+        if wrong := type_problems(self, "quantization."):
+            return wrong
         problems = []
         if self.recipe not in get_args(RecipeName):
             problems.append(

@@ -256,6 +256,8 @@ def test_low_precision_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rounded" in _text(capsys, layout, "--quantization fp8_rowwise")
     assert "keep=0: 'keep' is none of" in refusal(capsys, layout, "--quantization mxfp8 keep=0")
     assert "simulate=False" in refusal(capsys, layout, "--quantization mxfp8")
+    assert "must be True or False" in refusal(capsys, layout, "--quantization mxfp8 simulate=oui")
+    assert "global_batch_size=0: must be" in refusal(capsys, layout, "--global-batch-size 0")
     assert "choose one of" in refusal(capsys, layout, "--quantization fp4")
     assert "write FIELD=VALUE" in refusal(capsys, layout, "--quantization fp8_rowwise experts")
 
