@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lightning.config import ContextConfig
 from megatron_lightning.layers import Dropout, FusedAttention
 from megatron_lightning.parallel.context.apply import apply_context_parallel
-from megatron_lightning.parallel.context.cudnn import CudnnKernel
+from megatron_lightning.parallel.context.cudnn_attention import CudnnKernel
 from megatron_lightning.parallel.context.dense import MathKernel
 from megatron_lightning.parallel.context.flash import FlashKernel
 from megatron_lightning.parallel.context.kernels import choose_kernel

@@ -20,7 +20,7 @@ from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.parallel.context import ragged as context_ragged
 from megatron_lightning.parallel.context.attend import attend
-from megatron_lightning.parallel.context.cudnn import CudnnKernel
+from megatron_lightning.parallel.context.cudnn_attention import CudnnKernel
 from megatron_lightning.parallel.context.flash import FlashKernel
 from megatron_lightning.parallel.context.kernels import BlockKernel
 from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span

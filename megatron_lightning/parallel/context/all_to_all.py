@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.context.apply.slices import joining_index
+from megatron_lightning.parallel.context.slices import joining_index
 
 
 class HeadExchange:

@@ -21,12 +21,12 @@ from torch import nn
 
 from megatron_lightning.config.context import ContextConfig, ContextForm
 from megatron_lightning.config.parallel import ParallelConfig
-from megatron_lightning.parallel.context.apply.cores import (
+from megatron_lightning.parallel.context.cores import (
     ContextAttention,
     ContextAxes,
     DealtAttention,
 )
-from megatron_lightning.parallel.context.apply.neighbours import neighbours
+from megatron_lightning.parallel.context.neighbours import neighbours
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.token_shift import TokenShift

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.parallel.context.apply.kernels import BlockKernel, Gradients
-from megatron_lightning.parallel.context.apply.plan import (
+from megatron_lightning.parallel.context.kernels import BlockKernel, Gradients
+from megatron_lightning.parallel.context.plan import (
     Call,
     Span,
     gathered_calls,

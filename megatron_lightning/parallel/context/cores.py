@@ -10,16 +10,16 @@ from torch import Tensor
 
 from megatron_lightning.config.context import ContextForm
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.context.apply.all_to_all import HeadExchange, check_heads
-from megatron_lightning.parallel.context.apply.exchange import (
+from megatron_lightning.parallel.context.all_to_all import HeadExchange, check_heads
+from megatron_lightning.parallel.context.exchange import (
     Neighbours,
     exchanged_attention,
     groups_of,
 )
-from megatron_lightning.parallel.context.apply.gather import gather_documents, gathered_attention
-from megatron_lightning.parallel.context.apply.kernels import BlockKernel, choose_kernel
-from megatron_lightning.parallel.context.apply.ring import ring_attention
-from megatron_lightning.parallel.context.apply.slices import local_index
+from megatron_lightning.parallel.context.gather import gather_documents, gathered_attention
+from megatron_lightning.parallel.context.kernels import BlockKernel, choose_kernel
+from megatron_lightning.parallel.context.ring import ring_attention
+from megatron_lightning.parallel.context.slices import local_index
 from megatron_lightning.parallel.core_attention import CoreAttention
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.sequence import SequenceInfo

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.parallel.context.apply.plan import Band, Span
+from megatron_lightning.parallel.context.plan import Band, Span
 
 _SLICE_ELEMENTS = 1 << 25
 """Scores that `MathKernel` makes at once: 128 MiB of float32."""

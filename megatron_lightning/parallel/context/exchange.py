@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.context.apply.attend import whole_backward, whole_forward
-from megatron_lightning.parallel.context.apply.kernels import choose_kernel
-from megatron_lightning.parallel.context.apply.memory import Swap
-from megatron_lightning.parallel.context.apply.plan import Call, gathered_calls
+from megatron_lightning.parallel.context.attend import whole_backward, whole_forward
+from megatron_lightning.parallel.context.kernels import choose_kernel
+from megatron_lightning.parallel.context.memory import Swap
+from megatron_lightning.parallel.context.plan import Call, gathered_calls
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.peers.symmetric import SymmetricExchange

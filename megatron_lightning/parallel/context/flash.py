@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context.apply.dense import pad_heads
-from megatron_lightning.parallel.context.apply.plan import Band, Span, boundaries
+from megatron_lightning.parallel.context.dense import pad_heads
+from megatron_lightning.parallel.context.plan import Band, Span, boundaries
 
 MAX_HEAD_DIM = 256
 """Largest head that the kernel takes."""

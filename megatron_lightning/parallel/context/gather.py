@@ -16,16 +16,16 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather, begin_all_gather, reduce_scatter
-from megatron_lightning.parallel.context.apply.attend import (
+from megatron_lightning.parallel.context.attend import (
     Merged,
     backward_calls,
     forward_calls,
     sink_gradient,
     zeros_like,
 )
-from megatron_lightning.parallel.context.apply.kernels import BlockKernel
-from megatron_lightning.parallel.context.apply.plan import gathered_calls
-from megatron_lightning.parallel.context.apply.slices import joining_index
+from megatron_lightning.parallel.context.kernels import BlockKernel
+from megatron_lightning.parallel.context.plan import gathered_calls
+from megatron_lightning.parallel.context.slices import joining_index
 
 
 def gathered_attention(

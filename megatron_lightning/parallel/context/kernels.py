@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context.apply.cudnn import CudnnKernel, cudnn_fits
-from megatron_lightning.parallel.context.apply.dense import CpuKernel, MathKernel
-from megatron_lightning.parallel.context.apply.flash import MAX_HEAD_DIM, FlashKernel
-from megatron_lightning.parallel.context.apply.plan import Band, Span
+from megatron_lightning.parallel.context.cudnn_attention import CudnnKernel, cudnn_fits
+from megatron_lightning.parallel.context.dense import CpuKernel, MathKernel
+from megatron_lightning.parallel.context.flash import MAX_HEAD_DIM, FlashKernel
+from megatron_lightning.parallel.context.plan import Band, Span
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

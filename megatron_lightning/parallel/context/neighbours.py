@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lightning.config.context import ContextConfig
-from megatron_lightning.parallel.context.apply.exchange import Neighbours, announced
+from megatron_lightning.parallel.context.exchange import Neighbours, announced
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.peers.memory import Refusal, shared_memory
 from megatron_lightning.utils.logging import say_once, warn_once

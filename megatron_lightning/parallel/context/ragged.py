@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context.apply.plan import Band, Span, to_device
+from megatron_lightning.parallel.context.plan import Band, Span, to_device
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

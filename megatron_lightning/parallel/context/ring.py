@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.context.apply.attend import (
+from megatron_lightning.parallel.context.attend import (
     Merged,
     backward_calls,
     forward_calls,
     sink_gradient,
     zeros_like,
 )
-from megatron_lightning.parallel.context.apply.kernels import BlockKernel
-from megatron_lightning.parallel.context.apply.plan import ring_calls
+from megatron_lightning.parallel.context.kernels import BlockKernel
+from megatron_lightning.parallel.context.plan import ring_calls
 
 Pair = tuple[Tensor, Tensor]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context.apply.plan import rank_parts
+from megatron_lightning.parallel.context.plan import rank_parts
 
 _CACHED = 64
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_lightning.parallel.axes import LanedAxis, MeshAxis
-from megatron_lightning.parallel.overlap.layers.layers import Overlap, announced
-from megatron_lightning.parallel.overlap.layers.whole import Collectives
+from megatron_lightning.parallel.overlap.layers import Overlap, announced
+from megatron_lightning.parallel.overlap.whole import Collectives
 from megatron_lightning.parallel.peers.exchange import Exchange, MessageExchange
 from megatron_lightning.parallel.peers.memory import Refusal, shared_memory
 from megatron_lightning.utils.logging import say_once, warn_once

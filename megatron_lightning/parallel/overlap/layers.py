@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.overlap.layers.operations import (
+from megatron_lightning.parallel.overlap.operations import (
     exchanges,
     gather_linear,
     gather_linear_backward,
@@ -24,7 +24,7 @@ from megatron_lightning.parallel.overlap.layers.operations import (
     run_linear_scatter,
     run_linear_scatter_backward,
 )
-from megatron_lightning.parallel.overlap.layers.whole import Collectives
+from megatron_lightning.parallel.overlap.whole import Collectives
 from megatron_lightning.parallel.peers.exchange import Exchange
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.parallel.main_gradient import add_or_put_off, is_put_off
-from megatron_lightning.parallel.overlap.layers import by_parts as overlapped
-from megatron_lightning.parallel.overlap.layers import whole as whole_products
-from megatron_lightning.parallel.overlap.layers.by_parts import WeightGradient
-from megatron_lightning.parallel.overlap.layers.whole import Collectives
+from megatron_lightning.parallel.overlap import by_parts as overlapped
+from megatron_lightning.parallel.overlap import whole as whole_products
+from megatron_lightning.parallel.overlap.by_parts import WeightGradient
+from megatron_lightning.parallel.overlap.whole import Collectives
 from megatron_lightning.parallel.peers.exchange import Exchange
 
 exchanges: weakref.WeakValueDictionary[str, Exchange | Collectives] = weakref.WeakValueDictionary()

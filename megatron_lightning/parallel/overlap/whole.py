@@ -20,7 +20,7 @@ from megatron_lightning.parallel.collectives import (
     begin_reduce_scatter,
     reduce_scatter_single,
 )
-from megatron_lightning.parallel.overlap.layers.by_parts import WeightGradient
+from megatron_lightning.parallel.overlap.by_parts import WeightGradient
 
 
 @dataclass(frozen=True, eq=False)

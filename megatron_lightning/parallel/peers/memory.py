@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.overlap.layers.layers import announce, announced
+from megatron_lightning.parallel.overlap.layers import announce, announced
 from megatron_lightning.utils.env import peer_access_is_off, provide
 
 if TYPE_CHECKING:

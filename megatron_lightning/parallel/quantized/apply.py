@@ -23,17 +23,17 @@ from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.philox import make_key, philox
 from megatron_lightning.parallel.plain_layers import adopt
-from megatron_lightning.parallel.quantized.products.borders import one_operation
-from megatron_lightning.parallel.quantized.products.experts import RowScaledExperts
-from megatron_lightning.parallel.quantized.products.noise import RoundingNoise
-from megatron_lightning.parallel.quantized.products.products import (
+from megatron_lightning.parallel.quantized.borders import one_operation
+from megatron_lightning.parallel.quantized.experts import RowScaledExperts
+from megatron_lightning.parallel.quantized.noise import RoundingNoise
+from megatron_lightning.parallel.quantized.products import (
     QuantizedExperts,
     QuantizedProducts,
     TensorSplit,
     WeightClock,
     largest_over,
 )
-from megatron_lightning.parallel.quantized.products.region import announce
+from megatron_lightning.parallel.quantized.region import announce
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import (

@@ -26,7 +26,7 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.precision.operands import Noise, Operand, Recipe
 
 if TYPE_CHECKING:
-    from megatron_lightning.parallel.quantized.products.products import QuantizedProducts
+    from megatron_lightning.parallel.quantized.products import QuantizedProducts
 
 _ALIGNMENT = 16
 """Rows of a part of the sequence that is rounded before it is gathered: what products need."""

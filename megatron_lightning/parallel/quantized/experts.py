@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.quantized.products.products import (
+from megatron_lightning.parallel.quantized.products import (
     TensorSplit,
     WeightClock,
     largest_over,

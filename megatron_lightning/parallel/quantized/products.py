@@ -23,8 +23,8 @@ from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
-from megatron_lightning.parallel.quantized.products.borders import gradients, joins_parts, product
-from megatron_lightning.parallel.quantized.products.region import Borders, RegionLinear
+from megatron_lightning.parallel.quantized.borders import gradients, joins_parts, product
+from megatron_lightning.parallel.quantized.region import Borders, RegionLinear
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe

@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_gather, reduce_scatter
-from megatron_lightning.parallel.quantized.products.borders import gradients, product
+from megatron_lightning.parallel.quantized.borders import gradients, product
 from megatron_lightning.precision.operands import Operand
 
 if TYPE_CHECKING:
-    from megatron_lightning.parallel.quantized.products.products import QuantizedProducts
+    from megatron_lightning.parallel.quantized.products import QuantizedProducts
 
 Borders = tuple[int, bool, int]
 """(`gathers`, `part`, `scatters`) of `quantized_linear`."""

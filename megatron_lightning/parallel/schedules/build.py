@@ -15,7 +15,7 @@ Nothing here communicates or knows tensors: ``simulate.py`` judges the lists,
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from megatron_lightning.parallel.schedules.build.actions import (
+from megatron_lightning.parallel.schedules.actions import (
     Action,
     ActionLists,
     Kind,
@@ -24,8 +24,8 @@ from megatron_lightning.parallel.schedules.build.actions import (
     predecessors,
     produced,
 )
-from megatron_lightning.parallel.schedules.build.paired import side_by_side
-from megatron_lightning.parallel.schedules.build.zero_bubble import (
+from megatron_lightning.parallel.schedules.paired import side_by_side
+from megatron_lightning.parallel.schedules.zero_bubble import (
     v_only_forward,
     v_placement,
     zb_h1,

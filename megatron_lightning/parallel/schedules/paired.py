@@ -13,7 +13,7 @@ one.
 
 from collections.abc import Sequence
 
-from megatron_lightning.parallel.schedules.build.actions import Action, ActionLists, Kind
+from megatron_lightning.parallel.schedules.actions import Action, ActionLists, Kind
 
 
 def side_by_side(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_lightning.parallel.schedules.build.actions import (
+from megatron_lightning.parallel.schedules.actions import (
     COMPUTE,
     RECEIVES,
     SENDS,

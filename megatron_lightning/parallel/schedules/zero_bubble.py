@@ -12,7 +12,7 @@ advantage for unequal durations, which lists tuned by greedy search for one set 
 
 from collections import Counter
 
-from megatron_lightning.parallel.schedules.build.actions import Action, ActionLists, Kind, Placement
+from megatron_lightning.parallel.schedules.actions import Action, ActionLists, Kind, Placement
 
 
 def zb_h1(pipeline_size: int, num_microbatches: int) -> ActionLists:

@@ -13,7 +13,7 @@ from megatron_lightning.parallel.context.attend import (
     forward_calls,
     zeros_like,
 )
-from megatron_lightning.parallel.context.cudnn import is_regular
+from megatron_lightning.parallel.context.cudnn_attention import is_regular
 from megatron_lightning.parallel.context.dense import CpuKernel, MathKernel, band_mask
 from megatron_lightning.parallel.context.kernels import BlockKernel, choose_kernel
 from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span, ring_calls

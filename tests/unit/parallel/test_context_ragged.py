@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lightning.parallel.context import ragged as context_ragged
-from megatron_lightning.parallel.context.cudnn import CudnnKernel
+from megatron_lightning.parallel.context.cudnn_attention import CudnnKernel
 from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span
 from megatron_lightning.parallel.context.ragged import (
     Plan,

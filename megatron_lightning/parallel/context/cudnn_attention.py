@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context.apply.flash import FlashKernel, Gradients
-from megatron_lightning.parallel.context.apply.plan import CAUSAL, Band, Span
-from megatron_lightning.parallel.context.apply.ragged import RaggedKernel, front_end_installed
+from megatron_lightning.parallel.context.flash import FlashKernel, Gradients
+from megatron_lightning.parallel.context.plan import CAUSAL, Band, Span
+from megatron_lightning.parallel.context.ragged import RaggedKernel, front_end_installed
 
 MAX_CUDNN_HEAD_DIM = 128
 """Largest head of cuDNN's kernels for training."""
