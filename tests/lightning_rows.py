@@ -402,7 +402,8 @@ CALLBACKS: Sequence[Row] = (
         "BaseFinetuning BackboneFinetuning",
         "finetuning backbone_finetuning finetuning_refused own_finetuning",
         NOT_IN_PIPELINES,
-        note="freeze in the constructor or in `configure_model` there",
+        note="freeze in the constructor or in `configure_model` there, and with a sharded optimizer"
+        " or masters, where it is refused too",
     ),
     Row(
         "WeightAveraging EMAWeightAveraging",

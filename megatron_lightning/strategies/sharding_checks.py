@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -31,6 +32,13 @@ def sharding_problems(
             " reduced to parts once for each optimizer step, which manual optimization does not"
             " announce; use automatic optimization, or sharding='none'"
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            yield (
+                f"callback {type(callback).__name__} with data_parallel.sharding={sharding!r}: it"
+                " looks for the module's parameters in the optimizer, which holds parts of them;"
+                " freeze in configure_model, or use sharding='none'"
+            )
     if sharding == "fsdp":
         yield from _whole_parameter_callbacks(trainer)
         if strategy.user_plan is None and not hasattr(module, "parallel_plan"):

@@ -138,6 +138,14 @@ def _finetuning(strategy: Any, trainer: Trainer, module: LightningModule) -> Ite
                 f"training are spread over stages; freeze in the constructor or configure_model, "
                 f"or use pipeline_parallel_size=1"
             )
+    precision = str(strategy.precision_plugin.precision)
+    if _is_cut(strategy, module) and precision in ("bf16-mixed", "16-mixed"):
+        for name in _callbacks(trainer, BaseFinetuning):
+            yield (
+                f"callback {name} with precision={precision!r}: it looks for the module's "
+                f"parameters in the optimizer, which holds masters of them; freeze in "
+                f"configure_model, or use precision='32-true' or 'bf16-true'"
+            )
 
 
 def _batch_size_finder(strategy: Any, trainer: Trainer, _: Any) -> Iterator[str]:

@@ -10,9 +10,10 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
-from megatron_lightning.config import PipelineConfig, RuntimeConfig
+from megatron_lightning.config import DataParallelConfig, PipelineConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import PretrainingDataModule
@@ -172,6 +173,17 @@ def optimizer_numbers() -> None:
     trainer(2, {}).fit(model, Batches(Run()))
 
 
+def finetuning_of_shards() -> None:
+    sharded = dict(data_parallel=DataParallelConfig(sharding="optimizer"))
+    trainer(2, sharded, callbacks=[BackboneFinetuning()]).fit(Plain(), Batches(Run()))
+
+
+def finetuning_of_masters() -> None:
+    trainer(2, {}, precision="bf16-mixed", callbacks=[BackboneFinetuning()]).fit(
+        gpt(), Batches(Run())
+    )
+
+
 def several_nodes() -> None:
     trainer(2, {}, num_nodes=2)
 
@@ -197,6 +209,8 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     unknown_backend: ("runtime.backend='nccl2'", "gloo", "None"),
     nccl_on_cpu: ("runtime.backend='nccl'", "accelerator='cpu'", "gloo"),
     optimizer_numbers: ("optimizer.lr=-1.0", "scheduler.lr_warmup_steps=-1"),
+    finetuning_of_shards: ("BackboneFinetuning", "sharding='optimizer'", "use sharding='none'"),
+    finetuning_of_masters: ("BackboneFinetuning", "precision='bf16-mixed'", "masters"),
     several_nodes: ("num_nodes=2", "torchrun or srun"),
 }
 
