@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lightning.cli.errors import Parser, UserError, run_command
+from megatron_lightning.utils.wording import counted
 
 if TYPE_CHECKING:
     from megatron_lightning.cli.quickstart_run import Settings
@@ -168,8 +169,8 @@ def _settings(options: Namespace) -> "Settings":
         accelerator = "gpu" if gpus else "cpu"
     if accelerator == "gpu" and gpus < (options.devices or 1):
         raise UserError(
-            f"--devices={options.devices or 1}: this machine has {gpus} GPUs;"
-            " fewer devices, or --accelerator cpu"
+            f"--devices={options.devices or 1}: this machine has {counted(gpus, 'GPU')};"
+            f" give {'fewer devices, or ' if gpus else ''}--accelerator cpu"
         )
     most = gpus if accelerator == "gpu" else 4
     devices = options.devices or max(number for number in run.LAYOUTS if number <= most)

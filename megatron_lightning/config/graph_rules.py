@@ -33,47 +33,59 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             f"pipeline_parallel_size={config.pipeline_parallel_size} and"
             f" pipeline.virtual_pipeline_size={config.pipeline.virtual_pipeline_size}",
             "several micro-batches are under way at once and would write to the same memory",
+            "set both to 1",
         ),
         (
             config.context_parallel_size > 1,
             f"context_parallel_size={config.context_parallel_size}",
             "which parts of a sequence a rank holds is known to the host alone",
+            "set context_parallel_size=1",
         ),
         (
             config.expert.overlap_all_to_all,
             "expert.overlap_all_to_all=True",
             "two micro-batches are under way at once and would write to the same memory",
+            "set overlap_all_to_all=False",
         ),
         (
             config.data_parallel.sharding == "fsdp",
             "data_parallel.sharding='fsdp'",
-            "parameters get other memory at each gather; sharding='optimizer' keeps it",
+            "parameters get other memory at each gather",
+            "set sharding='optimizer'",
         ),
         (
             config.recompute.mode != "none" or config.recompute.offload,
             f"recompute.mode={config.recompute.mode!r}, offload={config.recompute.offload}",
             "graphs keep what backward needs in memory of their own",
+            "set mode='none' and offload=False",
         ),
         (
             config.runtime.exact_dropout,
             "runtime.exact_dropout=True",
             "masks are computed from positions that the host knows",
+            "set exact_dropout=False",
         ),
         (
             config.quantization is not None,
             "quantization",
             "rounded weights and scales are kept by the host for a window",
+            "leave quantization out",
         ),
         (
             bool(config.sequence_parallel and config.runtime.overlap_tensor_parallel),
             "runtime.overlap_tensor_parallel=True",
-            "the host tells which of several pieces of memory a product uses; set it to None",
+            "the host tells which of several pieces of memory a product uses",
+            "set overlap_tensor_parallel=None",
         ),
     )
     untried = [
-        (value > 1, f"{name}={value}", f"{_NEVER_RUN}; set {name}=1")
+        (value > 1, f"{name}={value}", _NEVER_RUN, f"set {name}=1")
         for name in NEVER_RUN
         if (value := getattr(config, name))
     ]
     found = (*rules, *untried)
-    return [f"{label} {what}: {why}, or cuda_graphs='none'" for hit, what, why in found if hit]
+    return [
+        f"{label} {what}: {why}; {remedy}, or set cuda_graphs='none'"
+        for hit, what, why, remedy in found
+        if hit
+    ]

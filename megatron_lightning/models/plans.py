@@ -9,6 +9,8 @@ that are split, so each rank has a part (PARTIAL).
 
 from __future__ import annotations
 
+import math
+
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import (
@@ -158,12 +160,11 @@ def check_tensor_parallel(config: GPTConfig, tensor_parallel_size: int) -> list[
     and remedy.
     """
     sizes = {"num_query_groups": config.num_query_groups, "ffn_hidden_size": config.ffn_hidden_size}
+    common = math.gcd(*sizes.values())
+    fits = [n for n in range(1, 2 * tensor_parallel_size + 1) if common % n == 0]
     problems = []
     for field, value in sizes.items():
         if value % tensor_parallel_size:
-            fits = [
-                n for n in range(1, value + 1) if value % n == 0 and n <= 2 * tensor_parallel_size
-            ]
             problems.append(
                 f"tensor_parallel_size={tensor_parallel_size} does not divide {field}={value};"
                 f" use one of {fits}, or change {field}"

@@ -6,7 +6,7 @@ All violations are found at once; each text names the parameter, the value and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_lightning.config.plan import Gradient, ParallelPlan, Role, Split
 from megatron_lightning.parallel.plain_layers import is_plain, plain_problem
+from megatron_lightning.utils.wording import merge_alike
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,20 @@ def check_tensor_plan(
     sequence_parallel: bool = False,
     expert_size: int = 1,
     expert_tensor_size: int = 1,
+    allows: Callable[[int], bool] = lambda size: True,
 ) -> list[str]:
     """Explain everything that keeps `plan` from splitting `network` over `tensor_size` ranks, and
     its experts over `expert_size` x `expert_tensor_size`.
 
-    The network may be on the meta device and must be unsplit; no process group is needed.
+    The network may be on the meta device and must be unsplit; no process group is needed. `allows`:
+    whether other rules allow a tensor size, asked of those that are proposed. What holds for many
+    layers is said once.
     """
     parameters = list(distinct_parameters(network))
     named = [name for parameter in parameters for name in parameter.names]
     problems = [problem for name in named if (problem := _row_problem(name, plan))]
     if problems:  # nothing further can be said while rows are missing
-        return problems + _tie_problems(parameters, plan)
+        return merge_alike(problems + _tie_problems(parameters, plan))
     for parameter in parameters:
         rows = [plan.split_of(name) for name in parameter.names]
         if any(row != rows[0] for row in rows):
@@ -120,10 +124,11 @@ def check_tensor_plan(
             )
         else:
             problems += _parameter_problems(parameter, rows[0], tensor_size, plan)
+    problems += _size_problems(parameters, plan, tensor_size, allows)
     problems += check_expert_rows(parameters, plan, expert_size, expert_tensor_size)
     if sequence_parallel and tensor_size > 1:
         problems += _sequence_problems(network, plan)
-    return problems + _tie_problems(parameters, plan)
+    return merge_alike(problems + _tie_problems(parameters, plan))
 
 
 def _row_problem(name: str, plan: ParallelPlan) -> str | None:
@@ -142,19 +147,39 @@ def _parameter_problems(
     shape, name = tuple(parameter.value.shape), parameter.name
     if not -len(shape) <= split.dim < len(shape):
         return [f"plan.splits: {name} of shape {shape} has no dim {split.dim}"]
-    problems = [
+    return [
         problem
         for _, module, attribute in parameter.uses
         if (problem := _module_problem(name, module, attribute, split, len(shape), tensor_size))
     ]
-    size = shape[split.dim]
-    if size % tensor_size and padding_multiple(parameter, split, plan) is None:
-        fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
-        problems.append(
-            f"tensor_parallel_size={tensor_size}: {name} of shape {shape} is split along dim"
-            f" {split.dim}, and {size} isn't a multiple of it; sizes that fit: {', '.join(fitting)}"
-        )
-    return problems
+
+
+def _size_problems(
+    parameters: list[NamedParameter],
+    plan: ParallelPlan,
+    tensor_size: int,
+    allows: Callable[[int], bool],
+) -> list[str]:
+    """Dims that the size doesn't divide, with the sizes that divide all that are split."""
+    split_dims: list[tuple[NamedParameter, int]] = []
+    for parameter in parameters:
+        split, dims = plan.split_of(parameter.name), parameter.value.dim()
+        if split.dim is None or split.role is Role.EXPERT or not -dims <= split.dim < dims:
+            continue
+        if padding_multiple(parameter, split, plan) is None:
+            split_dims.append((parameter, split.dim))
+    common = math.gcd(*(parameter.value.shape[dim] for parameter, dim in split_dims))
+    uneven = [(p, dim) for p, dim in split_dims if p.value.shape[dim] % tensor_size]
+    if not uneven:
+        return []
+    fitting = [str(n) for n in range(1, min(common, 64) + 1) if common % n == 0 and allows(n)]
+    return [
+        f"tensor_parallel_size={tensor_size}: {parameter.name} of shape"
+        f" {tuple(parameter.value.shape)} is split along dim {dim}, and"
+        f" {parameter.value.shape[dim]} isn't a multiple of it; sizes that fit:"
+        f" {', '.join(fitting)}"
+        for parameter, dim in uneven
+    ]
 
 
 def _module_problem(

@@ -123,7 +123,7 @@ class Preemption(Callback):
         if not (needed or self._strategy.config.runtime.save_on_preemption):
             return "nothing is saved (save_on_preemption=False)"
         path = self._strategy.broadcast(next_preempted(self._trainer.default_root_dir))
-        self._trainer.save_checkpoint(path)
+        self._trainer.save_checkpoint(path, weights_only=False)  # None prints a line on each rank
         return f"saved as {path}"
 
     @override

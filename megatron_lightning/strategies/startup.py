@@ -7,7 +7,8 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from megatron_lightning.strategies.resume import use_folders
 from megatron_lightning.strategies.trainer_checks import trainer_problems
 from megatron_lightning.utils.env import Launch, provide
 from megatron_lightning.utils.logging import warn_once
+from megatron_lightning.utils.wording import merge_alike
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.mesh_strategy import MeshStrategy
@@ -176,6 +178,7 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             sequence_parallel=config.sequence_parallel,
             expert_size=config.expert_parallel_size,
             expert_tensor_size=config.expert_tensor_size,
+            allows=_allowed_by(module, config),
         )
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
         problems += [
@@ -198,7 +201,16 @@ def _cut_problems(strategy: MeshStrategy, module: LightningModule) -> list[str]:
             stage_layout(network, target.plan, config)
     except ValueError as error:
         problems.append(str(error))
-    return problems
+    return merge_alike(problems)
+
+
+def _allowed_by(module: LightningModule, config: ParallelConfig) -> Callable[[int], bool]:
+    """Whether the module's own rules say nothing of a tensor size that they don't say of 1."""
+    own_check = getattr(module, "check_parallel", None)
+    if own_check is None:
+        return lambda size: True
+    anyway = set(own_check(replace(config, tensor_parallel_size=1)))
+    return lambda size: set(own_check(replace(config, tensor_parallel_size=size))) <= anyway
 
 
 def _is_built_later(strategy: MeshStrategy, module: LightningModule) -> bool:

@@ -8,12 +8,15 @@ from megatron_lightning.utils.logging import (
     notice_missing,
     warn_once,
 )
+from megatron_lightning.utils.wording import counted, merge_alike
 
 __all__ = [
     "Launch",
+    "counted",
     "current_rank",
     "get_logger",
     "is_installed",
+    "merge_alike",
     "notice_missing",
     "warn_once",
 ]

@@ -92,10 +92,13 @@ def test_during_a_save(background: bool, tmp_path: Path) -> None:
     assert_continues(whole, part, rest)
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = replace(TP2, layout={})
     (part,) = run_ranks_fresh(fit, 1, run, str(tmp_path), Signal("step", 0))
     assert (part["status"], part["step"]) == (143, 3)
+    said = capfd.readouterr().err
+    assert "hpc_ckpt_1.ckpt" in said
+    assert "weights_only" not in said  # Lightning's remark on a default, before what matters
     assert saved(tmp_path) == ["hpc_ckpt_1.ckpt"]
 
 

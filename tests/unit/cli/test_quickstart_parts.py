@@ -52,7 +52,7 @@ def test_old_results_go_and_other_files_stay(tmp_path: Path) -> None:
         (["--steps", "7"], r"--steps=7: give a multiple of 10, such as 10"),
         (["--steps", "0"], r"--steps=0"),
         (["--devices", "3"], "invalid choice"),
-        (["--accelerator", "gpu", "--devices", "8"], "this machine has . GPUs"),
+        (["--accelerator", "gpu", "--devices", "8"], "this machine has . GPU"),
         (["--steps", "many"], "invalid int value"),
     ],
 )

@@ -225,6 +225,27 @@ def test_all_violations_are_found_at_once() -> None:
     assert check_tensor_plan(Network(), ParallelPlan(splits=SPLITS), 4) == []
 
 
+def test_what_every_layer_has_is_said_once_with_sizes_that_fit_all() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 12, device="meta") for _ in range(80)))
+    last = nn.Linear(12, 20, device="meta")
+    network = nn.ModuleDict({"layers": layers, "last": last})
+    splits = {"layers.*.weight": column(), "layers.*.bias": follows(), "last.weight": row()}
+    plan = ParallelPlan(splits=splits | {"last.bias": replicated()})
+    problems = check_tensor_plan(network, plan, 5)
+    assert [text.split(": ")[1].split(" is ")[0] for text in problems] == [
+        "layers.*.weight of shape (12, 8)",
+        "layers.*.bias of shape (12,)",
+        "last.weight of shape (20, 12)",
+    ]
+    assert problems[0].endswith("sizes that fit: 1, 2, 3, 4, 6, 12 (80 alike)")
+    assert problems[2].endswith("sizes that fit: 1, 2, 3, 4, 6, 12")
+    problems = check_tensor_plan(network, plan, 5, allows=lambda size: 6 % size == 0)
+    assert problems[2].endswith("sizes that fit: 1, 2, 3, 6")
+    rows = check_tensor_plan(network, ParallelPlan(splits={"last.*": replicated()}), 5)
+    assert len(rows) == 2
+    assert all("(80 alike)" in text for text in rows)
+
+
 def test_applying_a_plan_that_does_not_fit_lists_everything() -> None:
     network = Network()
     with pytest.raises(ValueError, match="can't be applied:\n- .*up.weight(.|\n)*down.weight"):
