@@ -23,8 +23,7 @@ def pretrained(
     overrides: dict[str, Any] | None = None,
     revision: str | None = None,
 ) -> GPTModel:
-    """`GPTModel.from_hf` in a form that config files can name: `class_path:
-    megatron_lightning.pretrained`.
+    """`GPTModel.from_hf` for config files: `class_path: megatron_lightning.pretrained`.
 
     Args:
         path: Folder of a Hugging Face model, or id of the hub.

@@ -40,10 +40,13 @@ class ExpertHealth(L.Callback):
     directory
         Where `expert_load.csv` (with every expert's tokens) and `expert_load.png` go. None: the
         Trainer's log directory, else its ``default_root_dir``.
-    starving, overloaded
-        Warn of an expert whose load is below or above so many times the mean one ...
+    starving
+        Warn of an expert whose load is below so many times the mean one, ``patience`` times.
+    overloaded
+        Warn of an expert whose load is above so many times the mean one, ``patience`` times.
     patience
-        ... in so many readings one after the other. Each layer is warned of once for each of both.
+        Readings one after the other in which a load must be so. Each layer is warned of once for
+        each of both.
 
     Raises
     ------

@@ -63,8 +63,16 @@ class HFExport(L.Callback):
         Exports to keep in the folder, the newest ones, whichever run wrote them; None: all.
     verify
         Read every tensor back and compare it.
-    dtype, architecture, max_shard_bytes, tokenizer, merge_adapters
-        As for `save_hf`.
+    dtype
+        Of the exported weights, as for `save_hf`.
+    architecture
+        `model_type` of transformers, as for `save_hf`. None: found from the config.
+    max_shard_bytes
+        Bytes of one weight file at most.
+    tokenizer
+        Tokenizer to put beside the weights, as for `save_hf`.
+    merge_adapters
+        Whether LoRA's products are added to the weights, as for `save_hf`.
 
     """
 

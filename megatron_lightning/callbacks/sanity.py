@@ -56,21 +56,33 @@ class SanityError(RuntimeError):
 class SanityChecks(L.Callback):
     """Checks a run with `MegatronStrategy`; add it to the Trainer's callbacks to switch it on.
 
-    Every `every_n_steps` optimizer steps, and when training starts:
-
-    - `replicas`: parameters are bitwise equal over data (and context) ranks, and those that tensor
-      ranks hold as a whole are equal over these. FSDP2's shards are no replicas and are left out.
-    - `tied`: both copies of a parameter that the first and the last pipeline stage share are equal.
-    - `finite`: gradients before the step, and parameters after it, hold no NaN and no infinity.
-      With precision="16-mixed" gradients are left out: loss scaling skips such steps itself.
-    - `batches`: ranks that work on one batch together (tensor, pipeline, context) got the same one.
-
     Cost of a checked step: `replicas` reads every parameter once through some eight passes of
     integer arithmetic, in slices of 16 MiB (512 MiB of temporaries), and sends 8 bytes a tensor;
     `finite` reads gradients and parameters once; `batches` reads the batch; each waits for the
     device once and adds one small CPU reduction. Steps in between cost nothing.
 
-    Raises SanityError in the hook that finds something.
+    Parameters
+    ----------
+    every_n_steps
+        Optimizer steps between two checks; the first is when training starts.
+    replicas
+        Check that parameters are bitwise equal over data (and context) ranks, and those that tensor
+        ranks hold as a whole are equal over these. FSDP2's shards are no replicas and are left out.
+    tied
+        Check that both copies of a parameter that the first and the last pipeline stage share are
+        equal.
+    finite
+        Check that gradients before the step, and parameters after it, hold no NaN and no infinity.
+        With precision="16-mixed" gradients are left out: loss scaling skips such steps itself.
+    batches
+        Check that ranks that work on one batch together (tensor, pipeline, context) got the same
+        one.
+
+    Raises
+    ------
+    SanityError
+        In the hook that finds something.
+
     """
 
     def __init__(

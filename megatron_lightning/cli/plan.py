@@ -10,13 +10,15 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import Any, get_args
+from typing import Any
 
 from megatron_lightning.cli.assignment import assignment
-from megatron_lightning.cli.errors import Parser, UserError, check_writable, wrong_input
+from megatron_lightning.cli.errors import UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
+from megatron_lightning.cli.plan_options import plan_parser
 from megatron_lightning.cli.plan_picture import draw
 from megatron_lightning.cli.plan_request import (
+    DEFAULT_GPU,
     GIB,
     HARDWARE,
     PlanRequest,
@@ -30,13 +32,10 @@ from megatron_lightning.cli.plan_suggest import (
 )
 from megatron_lightning.cli.plan_text import as_text
 from megatron_lightning.cli.plan_values import as_values
-from megatron_lightning.config.expert import DispatcherName
-from megatron_lightning.config.parallel import ParallelConfig, ScheduleName, ShardingName
+from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.quantization import QuantizationConfig
-from megatron_lightning.config.recompute import RecomputeMethod, RecomputeMode
-from megatron_lightning.config.training import OptimizerName
 from megatron_lightning.config.validate import raise_if_any
-from megatron_lightning.models.presets import PRESETS, preset_config
+from megatron_lightning.models.presets import preset_config
 
 _PARALLEL = (
     "tensor_parallel_size",
@@ -64,7 +63,7 @@ _RECOMPUTE = {
 
 def main(arguments: list[str]) -> None:
     """Plan what the options say. Wrong input is one message with everything that is wrong."""
-    options = _parser().parse_args(arguments)
+    options = plan_parser().parse_args(arguments)
     with wrong_input():
         check_writable(json=options.json, picture=options.picture)
         request = request_of(options)
@@ -109,7 +108,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     values["parallel"] = _parallel(values.get("parallel", ParallelConfig()), given)
     simple = ("gpus", "gpus_per_node", "seq_length", "micro_batch_size", "global_batch_size")
     values |= {name: given[name] for name in (*simple, "precision", "optimizer") if name in given}
-    hardware = HARDWARE[given.get("gpu", "h100")]
+    hardware = HARDWARE[given.get("gpu", DEFAULT_GPU)]
     if "gpu_memory" in given:
         if not 0 < given["gpu_memory"] < float("inf"):
             raise UserError(f"--gpu-memory {given['gpu_memory']}: must be above 0 GiB")
@@ -157,54 +156,3 @@ def _quantization(
             raise UserError(f"--quantization {text}: {name!r} is none of {sorted(known)}")
         changes[name] = value
     return dataclasses.replace(base or QuantizationConfig(), **changes)
-
-
-def _parser() -> Parser:
-    parser = Parser("plan", "Check a layout, and show what it needs, without GPUs.")
-    add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), help="published architecture")
-    add("--config", metavar="FILE", help="YAML of `megatron-lightning fit`; options override it")
-    add("--set", action="append", metavar="FIELD=VALUE", help="change a field of the model")
-    add("--num-layers", type=int, metavar="N", help="the same as --set num_layers=N")
-    add("--gpus", type=int, metavar="N", help="number of GPUs")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of one node (default: 8)")
-    add("--gpu", choices=sorted(HARDWARE), help="kind of GPU (default: h100)")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, if another")
-    group = parser.add_argument_group("layout, as of MegatronStrategy")
-    for axis in ("tensor", "pipeline", "context", "expert", "expert-tensor"):
-        group.add_argument(f"--{axis}-parallel-size", type=int, metavar="N")
-    group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
-    group.add_argument("--schedule", choices=get_args(ScheduleName))
-    group.add_argument("--virtual-pipeline-size", type=int, metavar="N")
-    group.add_argument("--pipeline-layout", metavar="STAGES", help='e.g. "Et*3|t*4|t*2L"')
-    group.add_argument("--context-form", metavar="FORM")
-    group.add_argument("--dispatcher", choices=get_args(DispatcherName), help="of experts")
-    group.add_argument("--overlap-all-to-all", action=argparse.BooleanOptionalAction)
-    group.add_argument("--sharding", choices=get_args(ShardingName))
-    group.add_argument("--replicas", type=int, metavar="N")
-    group.add_argument("--offload-optimizer", action=argparse.BooleanOptionalAction)
-    group.add_argument("--recompute", choices=get_args(RecomputeMode))
-    group.add_argument("--recompute-method", choices=get_args(RecomputeMethod))
-    group.add_argument("--recompute-num-layers", type=int, metavar="N")
-    group.add_argument("--recompute-modules", nargs="+", metavar="GLOB")
-    group.add_argument("--offload", action=argparse.BooleanOptionalAction, help="of activations")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled layers")
-    group.add_argument(
-        "--quantization",
-        nargs="+",
-        metavar="WORD",
-        help="recipe of eight or four bits, then FIELD=VALUE of QuantizationConfig",
-    )
-    group = parser.add_argument_group("training")
-    group.add_argument("--seq-length", type=int, metavar="TOKENS")
-    group.add_argument("--micro-batch-size", type=int, metavar="SAMPLES")
-    group.add_argument("--global-batch-size", type=int, metavar="SAMPLES")
-    group.add_argument("--precision", metavar="NAME", help="as of the Trainer")
-    group.add_argument("--optimizer", choices=get_args(OptimizerName))
-    group = parser.add_argument_group("output")
-    group.add_argument("--suggest", action="store_true", help="rank the layouts that fit instead")
-    group.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="JSON, to the file or in place of text"
-    )
-    group.add_argument("--picture", metavar="FILE", help="draw mesh and pipeline (.svg or .png)")
-    return parser

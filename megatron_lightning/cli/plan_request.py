@@ -74,6 +74,8 @@ HARDWARE = {
         ),
     )
 }
+DEFAULT_GPU = "h200"
+"""Kind of GPU where none is named: the one that this package was measured on."""
 """By name. Bytes of memory are what a process can use."""
 
 
@@ -92,7 +94,7 @@ class PlanRequest:
     """Samples of one batch over all ranks; None: 4 micro-batches for each pipeline stage."""
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
-    hardware: Hardware = HARDWARE["h100"]
+    hardware: Hardware = HARDWARE[DEFAULT_GPU]
 
     @property
     def data_parallel_size(self) -> int:

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -81,7 +82,16 @@ class TrainerCLI(LightningCLI):
 
 def main(arguments: list[str]) -> None:
     """Run `arguments`: a subcommand of the Trainer and its options."""
+    if asks_for_help(arguments):
+        # The texts below fields are read from the sources, which takes most of a second: not for
+        # every rank of a run.
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
     TrainerCLI(arguments)
+
+
+def asks_for_help(arguments: list[str]) -> bool:
+    """Whether one of `arguments` is `--help`, or the help of a class: `--model.help NAME`."""
+    return any(re.match(r"(-h|--([\w.]+\.)?help)(=|$)", argument) for argument in arguments)
 
 
 def _named(cls: type) -> dict[str, Any]:

@@ -210,21 +210,39 @@ def _parser() -> Parser:
     )
     add("--baseline", metavar="LAYOUT", help="default: one process, or the smallest that fits")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
-    add("--seed", type=int, default=1234, metavar="N")
+    add(
+        "--seed", type=int, default=1234, metavar="N", help="of weights and dropout (default: 1234)"
+    )
     add("--precision", metavar="NAME", help="in place of the config's (32-true sees most)")
-    add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto")
+    add("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="default: auto")
     add("--synthetic", action="store_true", help="random tokens in place of the config's data")
     group = parser.add_argument_group("reductions, of a GPTModel; printed in the report")
-    group.add_argument("--layers", type=int, metavar="N")
-    group.add_argument("--hidden", type=int, metavar="N")
+    group.add_argument("--layers", type=int, metavar="N", help="layers of the network")
+    group.add_argument(
+        "--hidden", type=int, metavar="N", help="hidden size; sizes derived from it follow"
+    )
     group.add_argument("--set", action="append", metavar="FIELD=VALUE", help="any other field")
     group = parser.add_argument_group("synthetic tokens of a preset")
-    group.add_argument("--seq-length", type=int, default=64, metavar="TOKENS")
-    group.add_argument("--micro-batch-size", type=int, default=1, metavar="SAMPLES")
-    group.add_argument("--global-batch-size", type=int, default=8, metavar="SAMPLES")
+    group.add_argument(
+        "--seq-length", type=int, default=64, metavar="TOKENS", help="tokens a sample (default: 64)"
+    )
+    group.add_argument(
+        "--micro-batch-size",
+        type=int,
+        default=1,
+        metavar="SAMPLES",
+        help="samples in one forward (default: 1)",
+    )
+    group.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=8,
+        metavar="SAMPLES",
+        help="samples of a step over all ranks (default: 8)",
+    )
     group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE")
-    group.add_argument("--report", metavar="FILE.md")
+    group.add_argument("--json", metavar="FILE", help="write what was found as JSON")
+    group.add_argument("--report", metavar="FILE.md", help="write the report as Markdown")
     group.add_argument("--keep", metavar="FOLDER", help="keep logs and records of all ranks there")
     group.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="of a run")
     return parser

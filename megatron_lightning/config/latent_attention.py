@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig:
-    """Keys and values are made from one small vector a token; only a part of each query and key
-    head is rotated, and that part of the key is shared by all heads.
+    """Keys and values are made from one small vector a token.
+
+    Only a part of each query and key head is rotated, and that part of the key is shared by all
+    heads.
     """
 
     kv_lora_rank: int

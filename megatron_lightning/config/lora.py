@@ -22,9 +22,7 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """y = W x + scale * B (A dropout(x)) in chosen linear layers, where only A and B are
-    trained.
-    """
+    """y = W x + scale * B (A dropout(x)) in chosen linear layers; A and B alone are trained."""
 
     rank: int = 8
     """Inner size of each pair A [rank, in], B [out, rank]."""

@@ -40,11 +40,10 @@ from megatron_lightning.config.variants import (
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A decoder-only transformer. The defaults are those of the Llama family; presets state
-    differences from them.
+    """A decoder-only transformer.
 
-    A size given as 0 is derived when the config is made (see its field), so that readers always
-    find a number.
+    The defaults are those of the Llama family; presets state differences from them. A size given as
+    0 is derived when the config is made (see its field), so that readers always find a number.
     """
 
     vocab_size: int

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTokenPredictionConfig:
-    """Further layers behind the last one, each of which predicts one token further ahead; they
-    share embedding and output layer with the network and serve training only.
+    """Further layers behind the last one, each of which predicts one token further ahead.
+
+    They share embedding and output layer with the network and serve training only.
     """
 
     num_layers: int = 1

@@ -49,11 +49,10 @@ class Gradient(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One row of the table: what tensor parallelism does to the parameters that a name glob
-    matches.
-    """
+    """One row of the table: what tensor parallelism does to the parameters of a name glob."""
 
     role: Role
+    """What becomes of the parameters: column, row, vocabulary, experts, replicated..."""
     dim: int | None = None
     """Dim of the global tensor that is split over the tensor axis (of experts: over the expert
     tensor axis); None when replicated."""

@@ -63,8 +63,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Learning rate and weight decay over a run: linear warm-up, then one decay style down to
-    `min_lr`.
+    """Learning rate and weight decay over a run: linear warm-up, then a decay to `min_lr`.
 
     Lengths are given in optimizer steps or in samples. As soon as one is in samples, all are
     converted by the global batch size: one step is worth `global_batch_size` samples.

@@ -55,8 +55,9 @@ class StreamConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClampConfig:
-    """The gated unit of GPT-OSS: g * sigmoid(alpha * g) * (u + 1), with the gate g at most `limit`
-    and u within +-limit.
+    """The gated unit of GPT-OSS: g * sigmoid(alpha * g) * (u + 1).
+
+    The gate g is at most `limit`, and u within +-limit.
     """
 
     alpha: float = 1.702

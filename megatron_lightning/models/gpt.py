@@ -35,20 +35,33 @@ _BACKENDS = {"torch": TorchBackend, "transformer_engine": TransformerEngineBacke
 
 
 class GPTModel(MegatronModule):
-    """Next-token prediction with AdamW and a warm-up schedule; every hook may be overridden as in
-    any LightningModule.
+    """Next-token prediction with AdamW and a warm-up schedule.
 
-    Batches are dicts of `tokens`, `labels` (already shifted), `loss_mask` and optionally
-    `position_ids`, each (B, S), and for packed documents `cu_seqlens` (B, documents + 1).
+    Every hook may be overridden as in any LightningModule. Batches are dicts of `tokens`, `labels`
+    (already shifted), `loss_mask` and optionally `position_ids`, each (B, S), and for packed
+    documents `cu_seqlens` (B, documents + 1).
 
-    `loss_normalization`: "token" divides the window's summed loss by all its tokens, whatever the
-    micro-batches and ranks; "micro_batch" averages the means of micro-batches equally, as
-    Megatron-Core does by default.
-    `attention`: "fused" uses torch's kernels; "reference" is written out, for exact dropout and as
-    an oracle.
-    `backend`: whose kernels compute linear layers, norms and attention, "torch" or
-    "transformer_engine"; parameters and checkpoints are the same.
-    `lora`: low-rank adapters are trained and nothing else, as after `add_lora`.
+    Parameters
+    ----------
+    config
+        The network.
+    optimizer
+        Optimizer and its numbers. None: AdamW with the defaults of `OptimizerConfig`.
+    scheduler
+        Learning rate and weight decay over the run. None: the defaults of `SchedulerConfig`.
+    loss_normalization
+        "token" divides the window's summed loss by all its tokens, whatever the micro-batches and
+        ranks; "micro_batch" averages the means of micro-batches equally, as Megatron-Core does by
+        default.
+    attention
+        "fused" uses torch's kernels; "reference" is written out, for exact dropout and as an
+        oracle.
+    lora
+        Low-rank adapters are trained and nothing else, as after `add_lora`. None: all weights are.
+    backend
+        Whose kernels compute linear layers, norms and attention, "torch" or "transformer_engine";
+        parameters and checkpoints are the same.
+
     """
 
     def __init__(

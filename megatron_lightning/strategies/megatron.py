@@ -42,14 +42,19 @@ _compat.read_folders_in_load_from_checkpoint(whole_module.is_folder, whole_modul
 
 
 class MegatronStrategy(ModelStrategy):
-    """Trains one model over tensor, sequence, pipeline and data axes with Lightning's ordinary
-    semantics.
+    """Trains one model over tensor, pipeline, context, expert and data axes.
+
+    With Lightning's ordinary semantics. The data-parallel size is what is left: devices x num_nodes
+    / (tensor x pipeline x context).
 
     Parameters
     ----------
-    tensor_parallel_size, pipeline_parallel_size, context_parallel_size
-        Degrees; the data-parallel size is what is left: devices x num_nodes / (tensor x pipeline x
-        context).
+    tensor_parallel_size
+        Ranks that share the products of one layer.
+    pipeline_parallel_size
+        Ranks that share out the layers.
+    context_parallel_size
+        Ranks that share out the tokens of each sample.
     expert_parallel_size
         Ranks that a layer's experts are dealt to, among those of one pipeline stage.
     expert_tensor_parallel_size
@@ -66,13 +71,24 @@ class MegatronStrategy(ModelStrategy):
     recompute
         What of a forward pass is computed again for its backward, or waits on the CPU.
     sequence_dims
-        Sequence dim of such fields under context parallelism, None for a field without one.
+        Sequence dim of fields that this package doesn't know, under context parallelism; None for
+        a field without one.
     quantization
         Matrix products in eight or four bits (docs/precision.md). None: none.
     loss_scale
         How float16 losses are scaled, with `precision="16-mixed"`.
-    pipeline, context, expert, data_parallel, checkpoint, runtime
-        Everything else, see the config classes.
+    pipeline
+        How layers are dealt to pipeline ranks, and in which order micro-batches run.
+    context
+        Form of context-parallel attention.
+    expert
+        How tokens reach experts on other ranks.
+    data_parallel
+        Gradients, optimizer state and parameters over the data axis.
+    checkpoint
+        How checkpoints are written while a fit runs.
+    runtime
+        Processes, groups, random numbers, compiled layers.
 
     Raises
     ------

@@ -291,7 +291,7 @@ def test_the_bubble_is_the_simulators(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_suggestions_fit_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    values = plan(capsys, "--preset llama3-8b --gpus 8 --suggest")
+    values = plan(capsys, "--preset llama3-8b --gpus 8 --gpu h100 --suggest")
     fitting, refused = values["fitting"], values["refused"]
     assert fitting
     assert all(row["peak_bytes"] < 80 << 30 for row in fitting)
@@ -310,6 +310,12 @@ def test_suggestions_fit_and_the_others_say_why(capsys: pytest.CaptureFixture[st
     main(words_of("--preset tiny --gpus 2 --suggest"))
     assert "Suggestions, fastest first" in capsys.readouterr().out
     assert isinstance(refused, list)
+
+
+def test_the_gpu_is_the_measured_kind_unless_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset tiny --gpus 2 --seq-length 128"
+    assert plan(capsys, words)["memory"] == plan(capsys, words + " --gpu h200")["memory"]
+    assert plan(capsys, words)["memory"] != plan(capsys, words + " --gpu h100")["memory"]
 
 
 def test_c50_peaks_are_dense_ones() -> None:
