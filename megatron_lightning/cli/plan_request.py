@@ -16,6 +16,7 @@ import yaml
 
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.names import remedy
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.training import OptimizerConfig
 from megatron_lightning.config.validate import check_layout, check_world
@@ -237,10 +238,16 @@ def layout_of_section(section: Any, path: str) -> ParallelConfig:
 def build_config(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """A config dataclass from nested plain values; UserError names fields that it hasn't."""
     hints = get_type_hints(kind)
-    names = {field.name for field in dataclasses.fields(kind)}
-    unknown = sorted(set(values) - names)
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
-        raise UserError(f"{where}: {unknown} are no fields of {kind.__name__}: {sorted(names)}")
+        section = where.rpartition(": ")[2] if ": " in where else ""
+        prefix = f"{section}." if section else ""
+        raise UserError(
+            "; ".join(
+                f"{where}.{name}: there is no such field: {remedy(kind, name, prefix)}"
+                for name in unknown
+            )
+        )
     built: dict[str, Any] = {}
     for name, value in values.items():
         options = [hints[name], *get_args(hints[name])]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
+from megatron_lightning.config.names import NamesFields
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(NamesFields):
     """How checkpoints are written while a fit runs (docs/checkpoint.md)."""
 
     asynchronous: bool = False

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_lightning.config.names import NamesFields
+
 ContextForm = Literal["ring", "all_gather", "all_to_all", "hierarchical"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextConfig:
+class ContextConfig(NamesFields):
     """The form of context-parallel attention."""
 
     form: ContextForm = "ring"

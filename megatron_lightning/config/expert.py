@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_lightning.config.names import NamesFields
+
 DispatcherName = Literal["all_to_all", "all_gather", "deep_ep"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
+class ExpertConfig(NamesFields):
     """Choices of expert parallelism beyond its sizes."""
 
     dispatcher: DispatcherName = "all_to_all"

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron_lightning.config.names import remedy
 
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -24,9 +27,10 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def type_problems(config: Any, prefix: str = "") -> list[str]:
+def type_problems(config: Any, prefix: str = "", *, choices: bool = False) -> list[str]:
     """Fields of a config dataclass, and of those inside it, that hold another kind of value, as
-    sentences. Choices among names are left to the rules, which know what to offer.
+    sentences; numbers must be finite. Choices among names are left to the rules, which know what to
+    offer, unless `choices` asks for them too.
     """
     found: list[str] = []
     for name, hint in _hints(type(config)).items():
@@ -38,20 +42,32 @@ def type_problems(config: Any, prefix: str = "") -> list[str]:
             continue
         kind = options[0]
         if dataclasses.is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
-            found += type_problems(value, f"{prefix}{name}.")
+            found += type_problems(value, f"{prefix}{name}.", choices=choices)
+        elif choices and get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                found.append(f"{prefix}{name}={value!r}: choose one of {get_args(kind)}")
+        elif dataclasses.is_dataclass(kind):
+            found.append(prefix + name + wrong_kind(value, kind, or_none=is_optional))
         elif problem := _problem(value, kind):
             found.append(f"{prefix}{name}={value!r}{problem}{' or None' if is_optional else ''}")
     return found
 
 
+def wrong_kind(value: Any, kind: Any, *, or_none: bool) -> str:
+    """What is said behind a name whose value is no such config: "={}: give an ...Config(...)"."""
+    wanted = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}(...)"
+    wanted += " or None" if or_none else ""
+    return f"={value!r}: give {wanted}, not {type(value).__name__}"
+
+
 def _problem(value: Any, kind: Any) -> str | None:
-    if dataclasses.is_dataclass(kind):
-        return f" is of type {type(value).__name__}: give {getattr(kind, '__name__', kind)}(...)"
     if kind not in _KINDS:
         return None
     wanted, told = _KINDS[kind]
     is_right = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
-    return None if is_right else f" must be {told}"
+    if not is_right:
+        return f" must be {told}"
+    return " must be a finite number" if kind is float and not math.isfinite(value) else None
 
 
 def with_inner(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,8 +82,7 @@ def with_inner(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         inner = whole.get(head, getattr(config, head, None))
         if not dataclasses.is_dataclass(inner):
             raise ValueError(f"{name}={value!r}: {head} is {inner!r} here, and has no fields")
-        names = [known.name for known in dataclasses.fields(inner)]
-        if field not in names:
-            raise ValueError(f"{name}: not a field of {type(inner).__name__}; it has {names}")
+        if field not in [known.name for known in dataclasses.fields(inner)]:
+            raise ValueError(f"{name} is no field: {remedy(type(inner), field)}")
         whole[head] = dataclasses.replace(inner, **{field: value})  # type: ignore[type-var]
     return whole

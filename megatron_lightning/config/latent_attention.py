@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_lightning.config.names import NamesFields
+
 if TYPE_CHECKING:
     from megatron_lightning.config.model import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(NamesFields):
     """Keys and values are made from one small vector a token.
 
     Only a part of each query and key head is rotated, and that part of the key is shared by all

@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_lightning.config.names import NamesFields
+
 
 @dataclass(frozen=True, kw_only=True)
-class LocalCheckpointConfig:
+class LocalCheckpointConfig(NamesFields):
     """Copies of the state on each node, far more often than checkpoints (docs/checkpoint.md)."""
 
     folder: str

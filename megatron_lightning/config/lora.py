@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lightning.config.field_types import type_problems
+from megatron_lightning.config.names import NamesFields
 
 ADAPTERS = "adapters"
 """Name under which a linear layer holds its adapters, in the names of their parameters."""
@@ -21,7 +22,7 @@ def is_adapter(name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(NamesFields):
     """y = W x + scale * B (A dropout(x)) in chosen linear layers; A and B alone are trained."""
 
     rank: int = 8

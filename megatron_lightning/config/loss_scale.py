@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_lightning.config.names import NamesFields
+
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
+class LossScaleConfig(NamesFields):
     """Loss scaling of `precision="16-mixed"`; without effect in other precisions."""
 
     initial: float = 65536.0

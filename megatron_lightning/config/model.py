@@ -29,6 +29,7 @@ from megatron_lightning.config.multi_token_prediction import (
     MultiTokenPredictionConfig,
     prediction_problems,
 )
+from megatron_lightning.config.names import NamesFields, remedy
 from megatron_lightning.config.rotary import RotaryConfig
 from megatron_lightning.config.variants import (
     AttentionConfig,
@@ -39,7 +40,7 @@ from megatron_lightning.config.variants import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(NamesFields):
     """A decoder-only transformer.
 
     The defaults are those of the Llama family; presets state differences from them. A size given as
@@ -155,7 +156,8 @@ class GPTConfig:
         changes = with_inner(self, changes)
         names = {f.name for f in fields(self)}
         if unknown := sorted(set(changes) - names):
-            raise ValueError(f"{unknown}: not fields of GPTConfig; it has {sorted(names)}")
+            told = [f"{name} is no field: {remedy(GPTConfig, name)}" for name in unknown]
+            raise ValueError("; ".join(told))
         derived: dict[str, Any] = {
             name: 0 for name, value in self._derived().items() if getattr(self, name) == value
         }

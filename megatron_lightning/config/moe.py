@@ -17,13 +17,14 @@ from megatron_lightning.config.moe_rules import (
     RouterDtype,
     ScoreFunction,
 )
+from megatron_lightning.config.names import NamesFields
 
 if TYPE_CHECKING:
     from megatron_lightning.config.model import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(NamesFields):
     """Experts in place of the MLP. Activation, gate and biases are those of the model's MLP."""
 
     num_experts: int

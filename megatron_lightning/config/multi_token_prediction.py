@@ -8,12 +8,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_lightning.config.names import NamesFields
+
 if TYPE_CHECKING:
     from megatron_lightning.config.model import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTokenPredictionConfig:
+class MultiTokenPredictionConfig(NamesFields):
     """Further layers behind the last one, each of which predicts one token further ahead.
 
     They share embedding and output layer with the network and serve training only.

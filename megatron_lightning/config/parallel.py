@@ -12,6 +12,7 @@ from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.config.loss_scale import LossScaleConfig
+from megatron_lightning.config.names import NamesFields
 from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 
@@ -23,7 +24,7 @@ CudaGraphsName = Literal["none", "layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(NamesFields):
     """How layers are dealt to pipeline stages, and in which order micro-batches run."""
 
     virtual_pipeline_size: int = 1
@@ -49,7 +50,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelConfig:
+class DataParallelConfig(NamesFields):
     """Gradients, optimizer state and parameters over the data axis (docs/data_parallel.md)."""
 
     bucket_size: int = 40_000_000
@@ -85,7 +86,7 @@ class DataParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeConfig(NamesFields):
     """Processes, groups and random numbers."""
 
     launcher: LauncherName = "auto"
@@ -119,7 +120,7 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(NamesFields):
     """All degrees of one layout, as the checks of `config.validate` see them."""
 
     tensor_parallel_size: int = 1

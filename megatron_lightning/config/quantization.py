@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron_lightning.config.field_types import type_problems
+from megatron_lightning.config.names import NamesFields
 
 RecipeName = Literal[
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"
@@ -23,7 +24,7 @@ ENGINE_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationConfig:
+class QuantizationConfig(NamesFields):
     """Low precision of the linear layers within a plan's layers; see docs/precision.md.
 
     Embedding, head, norms, attention and routers keep the precision of the run.

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_lightning.config.names import NamesFields
+
 RecomputeMode = Literal["none", "full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecomputeConfig:
+class RecomputeConfig(NamesFields):
     """Activation recompute and offload. See `docs/recompute.md` for what each form keeps."""
 
     mode: RecomputeMode = "none"

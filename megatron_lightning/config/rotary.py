@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_lightning.config.names import NamesFields
+
 RotaryScaling = Literal["plain", "linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryConfig:
+class RotaryConfig(NamesFields):
     """Rotary frequencies and how they are stretched beyond the length of the original training."""
 
     base: float = 10000.0

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lightning.config.field_types import type_problems
+from megatron_lightning.config.names import NamesFields
+
 OptimizerName = Literal["adamw", "adam", "sgd"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -19,7 +22,7 @@ _STEPS_OR_SAMPLES = ("lr_warmup", "lr_decay", "lr_wsd_decay", "weight_decay_incr
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(NamesFields):
     """Which optimizer, its numbers, and which parameters are spared weight decay."""
 
     name: OptimizerName = "adamw"
@@ -45,6 +48,8 @@ class OptimizerConfig:
 
     def check(self) -> list[str]:
         """Return every violation as one explained sentence; an empty list when there is none."""
+        if wrong := type_problems(self, "optimizer.", choices=True):
+            return wrong
         errors = []
         if self.lr < 0:
             errors.append(f"optimizer.lr={self.lr}: a learning rate is >= 0; 3e-4 suits most runs")
@@ -62,7 +67,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(NamesFields):
     """Learning rate and weight decay over a run: linear warm-up, then a decay to `min_lr`.
 
     Lengths are given in optimizer steps or in samples. As soon as one is in samples, all are
@@ -111,6 +116,8 @@ class SchedulerConfig:
         """Return every violation as one explained sentence; `optimizer` adds the checks against its
         numbers.
         """
+        if wrong := type_problems(self, "scheduler.", choices=True):
+            return wrong
         errors = self._check_lengths() + self._check_wsd()
         for field in ("min_lr", "lr_warmup_init", "weight_decay_start", "weight_decay_end"):
             value: float | None = getattr(self, field)

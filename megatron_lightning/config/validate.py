@@ -12,9 +12,9 @@ from typing import get_args
 
 from megatron_lightning.config.data_parallel_rules import data_parallel_problems, replica_problems
 from megatron_lightning.config.expert_rules import expert_problems, expert_world_problems
+from megatron_lightning.config.field_types import type_problems
 from megatron_lightning.config.graph_rules import graph_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
-from megatron_lightning.config.quantization import QuantizationConfig
 
 Rule = Callable[[ParallelConfig], str | None]
 
@@ -38,29 +38,6 @@ def raise_if_any(problems: Iterable[str]) -> None:
     found = list(dict.fromkeys(problems))
     if found:
         raise ConfigurationError(found)
-
-
-def _config_types(config: ParallelConfig) -> str | None:
-    for name in (
-        "pipeline",
-        "data_parallel",
-        "runtime",
-        "recompute",
-        "context",
-        "checkpoint",
-        "expert",
-        "loss_scale",
-    ):
-        value = getattr(config, name)
-        wanted = type(getattr(_DEFAULTS, name))
-        if not isinstance(value, wanted):
-            return f"{name}={value!r}: give a {wanted.__name__}(...), not {type(value).__name__}"
-    if not isinstance(config.quantization, QuantizationConfig | None):
-        return f"quantization={config.quantization!r}: give a QuantizationConfig(...) or None"
-    return None
-
-
-_DEFAULTS = ParallelConfig()
 
 
 def _tensor_size(config: ParallelConfig) -> str | None:
@@ -234,8 +211,8 @@ RULES: tuple[Rule, ...] = (
 
 def check_layout(config: ParallelConfig) -> list[str]:
     """Every violation that the layout has in itself."""
-    if (wrong_type := _config_types(config)) is not None:
-        return [wrong_type]  # the other rules look into these
+    if wrong := type_problems(config):
+        return wrong  # the other rules would stumble over them
     problems = [problem for rule in RULES if (problem := rule(config)) is not None]
     problems += config.context.check(config.context_parallel_size)
     problems += expert_problems(config)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron_lightning.config.names import NamesFields
 from megatron_lightning.config.rotary import RotaryConfig
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(NamesFields):
     """Scores, softmax and rotation of attention."""
 
     scale_dim: int = 0
@@ -40,7 +41,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamConfig:
+class StreamConfig(NamesFields):
     """The hidden state outside of attention and MLP."""
 
     embedding_scale: float = 1.0
@@ -54,7 +55,7 @@ class StreamConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClampConfig:
+class ClampConfig(NamesFields):
     """The gated unit of GPT-OSS: g * sigmoid(alpha * g) * (u + 1).
 
     The gate g is at most `limit`, and u within +-limit.

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from megatron_lightning.config.lora import LoraConfig
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.multi_token_prediction import MultiTokenPredictionConfig
+from megatron_lightning.config.names import NamesArguments
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
+from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.layers.attention import splits_sequence
 from megatron_lightning.layers.lora import GroupedParts, Parts, StackedParts
 from megatron_lightning.layers.loss import masked_mean
 from megatron_lightning.layers.te import TransformerEngineBackend
 from megatron_lightning.layers.torch_backend import AttentionKernel, TorchBackend
+from megatron_lightning.models.arguments import choice_problems, config_problems
 from megatron_lightning.models.generate import Sampling, generate
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.module import MegatronModule
@@ -34,7 +37,7 @@ BackendName = Literal["torch", "transformer_engine"]
 _BACKENDS = {"torch": TorchBackend, "transformer_engine": TransformerEngineBackend}
 
 
-class GPTModel(MegatronModule):
+class GPTModel(NamesArguments, MegatronModule):
     """Next-token prediction with AdamW and a warm-up schedule.
 
     Every hook may be overridden as in any LightningModule. Batches are dicts of `tokens`, `labels`
@@ -75,14 +78,16 @@ class GPTModel(MegatronModule):
         backend: BackendName = "torch",
     ) -> None:
         super().__init__()
-        if backend not in _BACKENDS:
-            raise ValueError(f"backend={backend!r}: choose one of {sorted(_BACKENDS)}")
-        if loss_normalization not in ("token", "micro_batch"):
-            raise ValueError(
-                f"loss_normalization={loss_normalization!r}: choose 'token' or 'micro_batch'"
+        raise_if_any(
+            config_problems(config, optimizer, scheduler, lora)
+            + choice_problems(
+                {
+                    "loss_normalization": (loss_normalization, LossNormalization),
+                    "attention": (attention, AttentionKernel),
+                    "backend": (backend, BackendName),
+                }
             )
-        if attention not in ("fused", "reference"):
-            raise ValueError(f"attention={attention!r}: choose 'fused' or 'reference'")
+        )
         self.save_hyperparameters()
         self.config = config
         self.optimizer_config = optimizer or OptimizerConfig()
@@ -90,8 +95,6 @@ class GPTModel(MegatronModule):
         self.loss_normalization = loss_normalization
         self.attention: AttentionKernel = attention
         self.backend: BackendName = backend
-        if lora is not None and (problems := lora.check()):
-            raise ValueError("; ".join(problems))
         self.lora = lora
 
     @classmethod

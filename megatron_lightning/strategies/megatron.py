@@ -21,6 +21,7 @@ from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.context import ContextConfig
 from megatron_lightning.config.expert import ExpertConfig
 from megatron_lightning.config.loss_scale import LossScaleConfig
+from megatron_lightning.config.names import NamesArguments
 from megatron_lightning.config.parallel import (
     DataParallelConfig,
     ParallelConfig,
@@ -41,7 +42,7 @@ from megatron_lightning.strategies.trainer_checks import (
 _compat.read_folders_in_load_from_checkpoint(whole_module.is_folder, whole_module.read_folder)
 
 
-class MegatronStrategy(ModelStrategy):
+class MegatronStrategy(NamesArguments, ModelStrategy):
     """Trains one model over tensor, pipeline, context, expert and data axes.
 
     With Lightning's ordinary semantics. The data-parallel size is what is left: devices x num_nodes

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from megatron_lightning.config.field_types import wrong_kind
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout, raise_if_any
@@ -24,6 +25,12 @@ from megatron_lightning.strategies.guard import RunGuard
 from megatron_lightning.strategies.launchers import ScriptLauncher
 
 
+def _plan_problems(plan: object) -> list[str]:
+    if plan is None or isinstance(plan, ParallelPlan):
+        return []
+    return ["plan" + wrong_kind(plan, ParallelPlan, or_none=True)]
+
+
 class MeshStrategy(ParallelStrategy):
     """A Lightning strategy over a `ParallelMesh`. Abstract: `MegatronStrategy` adds the model and
     its steps.
@@ -31,7 +38,7 @@ class MeshStrategy(ParallelStrategy):
 
     def __init__(self, config: ParallelConfig, plan: ParallelPlan | None) -> None:
         super().__init__()
-        raise_if_any(check_layout(config))
+        raise_if_any(check_layout(config) + _plan_problems(plan))
         self.config = config
         self.num_nodes = 1
         self._plan = plan

@@ -155,7 +155,7 @@ def test_capacity_is_a_share_of_the_places() -> None:
     [
         ({"num_layers": "2"}, "num_layers='2' must be a whole number"),
         ({"hidden_size": 64.5}, "hidden_size=64.5 must be a whole number"),
-        ({"moe": {"num_experts": 4}}, "moe={'num_experts': 4} is of type dict: give MoEConfig"),
+        ({"moe": {"num_experts": 4}}, "moe={'num_experts': 4}: give a MoEConfig"),
         ({"moe": MoEConfig(num_experts=4, router_topk=True)}, "moe.router_topk=True must be a"),
         (
             {"moe": MoEConfig(num_experts=4, capacity_factor="1")},  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_capacity_is_a_share_of_the_places() -> None:
             {"moe": MoEConfig(num_experts=4, router_bias="no")},  # type: ignore[arg-type]
             "moe.router_bias='no' must be True or False",
         ),
-        ({"latent_attention": {}}, "latent_attention={} is of type dict"),
+        ({"latent_attention": {}}, "latent_attention={}: give a LatentAttentionConfig"),
     ],
 )
 def test_values_of_another_type(changes: dict[str, Any], said: str) -> None:
@@ -180,7 +180,7 @@ def test_fields_of_inner_configs_are_changed_by_a_dot() -> None:
     config = preset_config("mixtral-8x7b").with_changes(**{"moe.router_topk": 3, "num_layers": 2})
     assert config.moe is not None
     assert (config.moe.router_topk, config.moe.num_experts, config.num_layers) == (3, 8, 2)
-    with pytest.raises(ValueError, match=r"moe.topk: not a field of MoEConfig; it has \['num_"):
+    with pytest.raises(ValueError, match=r"moe.topk is no field: it has num_experts, "):
         config.with_changes(**{"moe.topk": 3})
     with pytest.raises(ValueError, match=r"moe.router_topk=3: moe is None here"):
         preset_config("llama3-8b").with_changes(**{"moe.router_topk": 3})
