@@ -35,10 +35,12 @@ def puts_off_in_regions(plan: ParallelPlan, tensor: MeshAxis, config: ParallelCo
 
 
 def can_keep_buffers() -> bool:
-    """Whether this torch has all the switches."""
+    """Whether this torch has all the switches, and the pass that one of them names."""
     from torch import _inductor
+    from torch._inductor.fx_passes import post_grad
 
-    return set(_OPTIONS) <= set(_inductor.list_options())
+    known = set(_OPTIONS) <= set(_inductor.list_options())
+    return known and hasattr(post_grad, "reinplace_inplaceable_ops")
 
 
 def compile_options(*, keeps_buffers: bool) -> dict[str, Any]:

@@ -26,26 +26,37 @@ parameters."""
 
 @torch.no_grad()
 def still_initial(
-    parameters: Iterable[Parameter], initial: Unrounded, agree: Agree | None = None
+    parameters: Iterable[Parameter],
+    initial: Unrounded,
+    agree: Agree | None = None,
+    *,
+    restore: torch.dtype | None = None,
 ) -> Unrounded:
     """`initial` of those parameters whose values are the initial ones in all parts, also those of
     other ranks; left out are such as were loaded or changed. All ranks call it with corresponding
     parameters; `agree` is called once, or nowhere.
+
+    With `restore`, a dtype that parameters of more digits are read in, values count as rounded to
+    it, and local ones that are the initial ones then become those before rounding.
     """
     known = [parameter for parameter in dict.fromkeys(parameters) if parameter in initial]
     if not known:
         return {}
-    verdicts = torch.stack([_equal(p, initial[p]()) for p in known]).int()
+    verdicts = torch.stack([_equal(p, initial[p](), restore) for p in known]).int()
     if agree is not None:
         agree(verdicts)
     same = verdicts.tolist()
     return {p: initial[p] for p, verdict in zip(known, same, strict=True) if verdict}
 
 
-def _equal(parameter: Parameter, value: Tensor) -> Tensor:
+def _equal(parameter: Parameter, value: Tensor, restore: torch.dtype | None) -> Tensor:
     """Whether the local values are `value`, rounded."""
     held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return (value.to(held.dtype) == held).all()
+    read = held.dtype if restore is None else restore
+    same = (value.to(read) == held.to(read)).all()
+    if restore is not None:
+        held.copy_(torch.where(same, value.to(held.dtype), held))
+    return same
 
 
 class MasterParameters:
@@ -76,6 +87,11 @@ class MasterParameters:
         self._dtype = dtype
         self._master_of: dict[Parameter, Parameter] = {}
         self.adopt()
+
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters that have a master."""
+        return {self._names[parameter] for parameter in self._master_of}
 
     def adopt(self) -> None:
         """Make masters for parameters that were added to the optimizers since; no effect when there

@@ -6,7 +6,7 @@ One object for the strategy, whatever is sharded over the data axis: masters of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -352,7 +352,16 @@ class ParameterUpdate:
         """Note what weights are, now that masters are as they are meant to be."""
         if self.has_masters:
             self.wait()
-            self._changes = WeightChanges(self._model.parameters)
+            self._changes = WeightChanges(self._weights_with_masters())
+
+    def _weights_with_masters(self) -> dict[str, Tensor]:
+        """By names that all ranks with equal parts of the model share. Frozen ones have none."""
+        names: Collection[str] = ()
+        if self.distributed is not None:
+            names = self.distributed.shards.names
+        elif self.masters is not None:
+            names = self.masters.names
+        return {name: value for name, value in self._model.parameters.items() if name in names}
 
     def take_changes(self) -> None:
         """Before the first batch: take for masters what hooks have made of weights meanwhile. All

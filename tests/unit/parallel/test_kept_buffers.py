@@ -32,9 +32,10 @@ def _(x: Tensor) -> Tensor:
 
 
 def in_place(a: Tensor) -> Tensor:
-    b = (a @ a).sin()
+    """By default `sin` is written over what is held."""
+    b = a @ a
     token = hold(b)
-    return (b * token) @ a
+    return (b.sin() + a) @ a * token
 
 
 def other_result(a: Tensor) -> Tensor:
