@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> None:
         cards = preprocess(sources, options.output_prefix, tokenizer, chosen, log=sys.stderr)
     for card, prefix in zip(cards, _prefixes(options.output_prefix, chosen), strict=False):
         print(describe(card, prefix))
+        if few := _without_validation(card, options):
+            print(f"{'validation':<15} {few}")
     if not cards:
         print(f"{'part':<15} {options.partition} of {options.partitions} is finished")
 
@@ -50,6 +52,21 @@ def describe(card: "DataCard", prefix: str | Path) -> str:
         "end of document": f"{end}",
     }
     return "\n".join(f"{name:<15} {text}" for name, text in rows.items())
+
+
+def _without_validation(card: "DataCard", options: Namespace) -> str | None:
+    """A hint where the usual split would leave nothing to validate on."""
+    from megatron_lightning.data.splits import DEFAULT_SPLIT, split_ranges
+
+    if not card.sequences or split_ranges(DEFAULT_SPLIT, card.sequences).valid:
+        return None
+    is_text = options.dataset is None and options.input_format in ("auto", "text")
+    plain = is_text and any(".txt" in Path(name).suffixes for name in map(str, options.inputs))
+    lines = "--input-format text-lines (a line is a document), " if plain else ""
+    return (
+        f"none: the default split {DEFAULT_SPLIT} gives it 0 of {card.sequences} sequences; use"
+        f" {lines}valid_paths or another split"
+    )
 
 
 @contextmanager

@@ -8,7 +8,10 @@ data is therefore a prefix of the corpus, and nothing is shuffled across splits.
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+DEFAULT_SPLIT = "969,30,1"
+Part = Literal["train", "valid", "test"]
 
 
 class Splits(NamedTuple):

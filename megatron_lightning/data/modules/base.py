@@ -16,6 +16,12 @@ from torch import Tensor
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data.blend import OrderedSource
 from megatron_lightning.data.loader import Batch, StatefulLoader, stack_samples
+from megatron_lightning.data.modules.evaluation_checks import (
+    Shares,
+    is_meant,
+    nothing_there,
+    waiting_for_validation,
+)
 from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.samplers import GlobalBatchSampler
@@ -54,6 +60,10 @@ class TokenDataModule(LightningDataModule):
     """
     dataloader_type: DataloaderType = "single"
     """Order of training samples, where a subclass lets the user choose."""
+    evaluation_fields: Mapping[EvaluationPart, str] = {"valid": "valid", "test": "test"}
+    """Arguments that give validation and testing data of their own."""
+    split_unit = "documents"
+    """What a split string divides."""
 
     def __init__(
         self,
@@ -74,6 +84,7 @@ class TokenDataModule(LightningDataModule):
         self._train: OrderedSource | None = None
         self._train_samples = 0
         self._evaluation: dict[EvaluationPart, EvaluationSets] = {}
+        self._shares = Shares()
         self._loader: PositionedLoader | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -86,6 +97,10 @@ class TokenDataModule(LightningDataModule):
     def _build_evaluation(self, part: EvaluationPart) -> EvaluationSets:
         """Returns the data sets of validation or testing."""
         raise NotImplementedError
+
+    def _evaluation_split(self) -> str | None:
+        """Returns the split string that validation and testing data come from, None if none."""
+        return None
 
     def _data_errors(self) -> list[str]:
         """Returns what is wrong with files and tokenizer, opening no more than it must."""
@@ -212,6 +227,7 @@ class TokenDataModule(LightningDataModule):
         if self.trainer is not None:
             errors += self.check_trainer(self.trainer)
         self._raise(errors)
+        self._shares.clear()
         if stage == "fit":
             self._loader, self._loaded = None, None
             wanted = self._samples_wanted()
@@ -227,8 +243,33 @@ class TokenDataModule(LightningDataModule):
                 )
         if stage in ("fit", "validate"):
             self._evaluation["valid"] = self._build_evaluation("valid")
+            self._check_evaluation("valid", stage)
         if stage == "test":
             self._evaluation["test"] = self._build_evaluation("test")
+            self._check_evaluation("test", stage)
+
+    def _check_evaluation(self, part: EvaluationPart, stage: str) -> None:
+        """Says that sets are empty which the user means to be evaluated. ValueError where nothing
+        else is asked for, or a callback waits for what validation would give.
+        """
+        split, sets = self._evaluation_split(), self._evaluation[part]
+        empty = [name for name in sets if not len(sets[name])]
+        fits, trainer = stage == "fit", self.trainer
+        if not empty or not is_meant(split, part):
+            return
+        if fits and (trainer is None or not trainer.enable_validation):
+            return
+        field = self.evaluation_fields[part]
+        message = nothing_there(part, split, self._shares, empty, self.split_unit, field)
+        if len(empty) < len(sets):
+            rank_zero_warn(message)
+            return
+        callbacks: list[Callback] = trainer.callbacks if fits else []  # type: ignore[union-attr]
+        if waiting := waiting_for_validation(callbacks):
+            raise ValueError(f"{' and '.join(waiting)} goes by validation, but {message}")
+        if not fits:
+            raise ValueError(message)
+        rank_zero_warn(f"No validation: {message}")
 
     def _samples_wanted(self) -> int | None:
         """Samples that the run will use, None when a pass over the data is an epoch."""

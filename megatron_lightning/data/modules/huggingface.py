@@ -22,7 +22,7 @@ from megatron_lightning.data.huggingface.stream_loader import StreamLoader
 from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
 from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
-from megatron_lightning.data.splits import parse_split, split_ranges
+from megatron_lightning.data.splits import Part, parse_split
 from megatron_lightning.data.tokenizer import Tokenizer, load_tokenizer
 
 Packing = Literal["stream", "none"]
@@ -162,6 +162,9 @@ class HFDataModule(TokenDataModule):
             )
         return errors
 
+    def _evaluation_split(self) -> str | None:
+        return self.split
+
     def check_trainer(self, trainer: Trainer) -> list[str]:
         """Returns what the Trainer asks for and the data cannot give."""
         errors = super().check_trainer(trainer)
@@ -228,14 +231,14 @@ class HFDataModule(TokenDataModule):
                 found[name] = self._build(dataset, "train", training=False)
         return found
 
-    def _build(self, dataset: Any, part: str, *, training: bool) -> OrderedSource:
+    def _build(self, dataset: Any, part: Part, *, training: bool) -> OrderedSource:
         rows = self._rows(dataset)
-        ranges = split_ranges(self.split or "1", len(dataset))._asdict()
+        taken = self._shares.take(self.split or "1", len(dataset), part)
         if self.packing == "none":
-            return DocumentDataset(dataset, rows, ranges[part], self.seq_length, part)
+            return DocumentDataset(dataset, rows, taken, self.seq_length, part)
         return GPTDataset(
             DatasetTokens(dataset, rows, self.cache_dir),
-            ranges[part],
+            taken,
             None,
             self.seq_length,
             self.seed,

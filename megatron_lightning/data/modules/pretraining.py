@@ -1,6 +1,6 @@
 """Pretraining data for a Lightning Trainer: indexed corpora in, batches of token samples out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -24,11 +24,10 @@ from megatron_lightning.data.modules.base import (
     TokenDataModule,
 )
 from megatron_lightning.data.ramp import Rampup
-from megatron_lightning.data.splits import parse_split, split_ranges
+from megatron_lightning.data.splits import DEFAULT_SPLIT, Part, parse_split
 from megatron_lightning.data.token_store import MockCorpus, TokenStore
 from megatron_lightning.data.tokenizer import load_tokenizer
 
-DEFAULT_SPLIT = "969,30,1"
 MOCK = "mock"
 
 
@@ -84,6 +83,9 @@ class PretrainingDataModule(TokenDataModule):
     Raises:
         ValueError: arguments out of range; all violations are listed.
     """
+
+    evaluation_fields: Mapping[EvaluationPart, str] = {"valid": "valid_paths", "test": "test_paths"}
+    split_unit = "sequences"
 
     def __init__(
         self,
@@ -197,6 +199,9 @@ class PretrainingDataModule(TokenDataModule):
         blends = [blend for sets in self._evaluation_blends.values() for blend in sets.values()]
         return list(dict.fromkeys(path for b in [self._train_blend, *blends] for path in b.used))
 
+    def _evaluation_split(self) -> str | None:
+        return None if self.has_own_evaluation else self.split
+
     def _data_errors(self) -> list[str]:
         errors = corpus_errors(self.all_paths, self.tokenizer)
         if not errors and self._masked is not None:
@@ -236,6 +241,7 @@ class PretrainingDataModule(TokenDataModule):
 
     def _build_evaluation(self, part: EvaluationPart) -> EvaluationSets:
         """All of every corpus that has a weight, each sample once."""
+        taken: Part
         if self.has_own_evaluation:
             blends, taken = self._evaluation_blends.get(part, {}), "train"
         else:
@@ -254,8 +260,8 @@ class PretrainingDataModule(TokenDataModule):
         paths: Sequence[str],
         weights: Sequence[float] | None,
         samples: int | None,
-        taken: str,
-        use: str,
+        taken: Part,
+        use: Part,
     ) -> OrderedSource:
         """Builds the part `taken` of each corpus' split, for training, validation or testing."""
         vocabulary = self._vocabulary()  # read once: a large tokenizer takes a second to load
@@ -263,15 +269,14 @@ class PretrainingDataModule(TokenDataModule):
         return build_blend(make, weights, samples, names=paths, cache_dir=self.cache_dir)
 
     def _build_one(
-        self, path: str, taken: str, use: str, vocabulary: Vocabulary, samples: int | None
+        self, path: str, taken: Part, use: Part, vocabulary: Vocabulary, samples: int | None
     ) -> OrderedSource:
         if self._masked is not None:
             return self._build_masked(self._masked, path, taken, use, samples)
         indexed = self._open(path, vocabulary)
-        ranges = split_ranges(self.split, len(indexed))._asdict()
         return GPTDataset(
             indexed,
-            ranges[taken],
+            self._shares.take(self.split, len(indexed), taken, use),
             samples,
             self.seq_length,
             self.seed,
@@ -285,15 +290,14 @@ class PretrainingDataModule(TokenDataModule):
         )
 
     def _build_masked(
-        self, config: MaskedConfig, path: str, taken: str, use: str, samples: int | None
+        self, config: MaskedConfig, path: str, taken: Part, use: Part, samples: int | None
     ) -> OrderedSource:
         assert self.tokenizer is not None  # checked by `validate`
         indexed = self._open_corpus(path)
-        ranges = split_ranges(self.split, split_elements(config, indexed))._asdict()
         return build_masked(
             config,
             indexed,
-            ranges[taken],
+            self._shares.take(self.split, split_elements(config, indexed), taken, use),
             samples,
             self.seq_length,
             self.seed,

@@ -28,7 +28,7 @@ from megatron_lightning.data.sft.encode import LOSS_ON, ExampleEncoder, LossOn, 
 from megatron_lightning.data.sft.packing import PACKINGS, Packing
 from megatron_lightning.data.sft.records import RecordSource
 from megatron_lightning.data.sft.template_files import BUILTIN, load_chat_template
-from megatron_lightning.data.splits import parse_split, split_ranges
+from megatron_lightning.data.splits import Part, parse_split
 from megatron_lightning.data.tokenizer import Tokenizer, load_tokenizer
 
 Data = str | Sequence[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
@@ -177,6 +177,9 @@ class SFTDataModule(TokenDataModule):
                 errors.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
         return errors
 
+    def _evaluation_split(self) -> str | None:
+        return self.split
+
     def _sources(self) -> dict[str, Any]:
         """All data by name: train, valid, test, or valid/NAME."""
         sources: dict[str, Any] = {"train": self.train}
@@ -223,13 +226,13 @@ class SFTDataModule(TokenDataModule):
             for name, source in _named(data).items()
         }
 
-    def _packed(self, name: str, source: Any, part: str | None = None) -> PackedDataset:
+    def _packed(self, name: str, source: Any, part: Part | None = None) -> PackedDataset:
         tokenizer = load_tokenizer(self.tokenizer)
         records = RecordSource(source, name)
         documents = self._documents(tokenizer, records)
         chosen = None
         if part is not None and self.split is not None:
-            chosen = split_ranges(self.split, len(documents))._asdict()[part]
+            chosen = self._shares.take(self.split, len(documents), part)
         dataset = PackedDataset(
             documents,
             self.seq_length,

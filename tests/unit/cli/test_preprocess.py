@@ -40,6 +40,20 @@ def test_bytes(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "end of document not appended (see --append-eod)" in capsys.readouterr().out
 
 
+def test_too_few_documents_to_validate_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number}\n" for number in range(100)))
+    given = [str(text), "--output-prefix", f"{tmp_path}/c", "--tokenizer", "bytes"]
+    preprocess.main(given)
+    shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert "the default split 969,30,1 gives it 0 of 1 sequences" in shown["validation"]
+    assert "--input-format text-lines" in shown["validation"]
+    preprocess.main([*given, "--input-format", "text-lines"])
+    assert "validation" not in capsys.readouterr().out
+
+
 def test_trained_tokenizer_is_used_and_kept(text_file: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "c"
     options = ["--train-tokenizer", "bpe", "--vocab-size", "262", "--append-eod"]

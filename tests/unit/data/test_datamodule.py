@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import (
@@ -150,6 +151,28 @@ def test_empty_splits_are_passed_over(corpus: str) -> None:
         fit(module(corpus, split="0,1,0"), max_epochs=1)
     with pytest.raises(ConfigurationError, match="sequences 0 to 0 hold no token"):
         fit(module(corpus, split="0,1,0"), max_steps=2)  # one message, wherever it is found
+
+
+def test_validation_without_a_sequence_is_said(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    lines = tmp_path / "one.jsonl"
+    lines.write_text(json.dumps({"text": "word " * 100}) + "\n")
+    preprocess_jsonl(lines, tmp_path / "one", "bytes")
+    one = str(tmp_path / "one")
+    said = r"split='969,30,1' gives validation 0 of 1 sequences; give valid_paths, .*text-lines"
+    with pytest.warns(UserWarning, match="No validation: " + said):
+        fit(module(one, split=None), max_steps=1)
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping\(monitor='val_loss'\) goes by"):
+        fit(module(one, split=None), max_steps=1, callbacks=[EarlyStopping("val_loss")])
+    for call, part in (("validate", "validation"), ("test", "testing")):
+        with pytest.raises(ConfigurationError, match=f"gives {part} 0 of 1 sequences"):
+            getattr(trainer(), call)(Recorder(), module(one, split=None))
+    recwarn.clear()
+    fit(module(one, split="1,0,0"), max_steps=1)
+    fit(module(one, split=None), max_steps=1, limit_val_batches=0)
+    fit(module(one, split=None, valid_paths=one), max_steps=1)
+    assert not any("No validation" in str(warning.message) for warning in recwarn)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

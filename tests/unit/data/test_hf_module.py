@@ -198,3 +198,14 @@ def test_too_small_a_stream() -> None:
     few = rows().select(range(3)).to_iterable_dataset()
     with pytest.raises(ValueError, match="gives only 3 samples, fewer than a batch of 4"):
         list(loader(make(few, packing="none", num_train_samples=8)))
+
+
+def test_nothing_to_validate_on_is_said() -> None:
+    with pytest.raises(
+        ValueError, match=r"gives validation 0 of 40 documents; give valid, or more"
+    ):
+        make(rows(), split="99,0.1,0").setup("validate")
+    empty = datasets.Dataset.from_dict({"text": ["", ""]})
+    with pytest.raises(ValueError, match="valid holds no token"):
+        make(rows(), valid=empty).setup("validate")
+    make(rows(), split="1,0,0").setup("validate")  # asks for none

@@ -1,0 +1,65 @@
+"""Whether there is something to validate or test on where the user meant that there is."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from megatron_lightning.data.splits import Part, parse_split, split_ranges
+
+_WORDS: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
+_WITHOUT: dict[Part, str] = {"valid": "1,0,0", "test": "99,1,0"}
+
+
+@dataclass
+class Shares:
+    """How much each part has got of what a split string divides, all data sets together."""
+
+    given: dict[Part, int] = field(default_factory=dict)
+    divided: dict[Part, int] = field(default_factory=dict)
+
+    def take(self, split: str, count: int, part: Part, use: Part | None = None) -> range:
+        """Returns the run of `count` elements that is `part`, and counts it for `use` (`part`)."""
+        run, use = getattr(split_ranges(split, count), part), use or part
+        self.given[use] = self.given.get(use, 0) + len(run)
+        self.divided[use] = self.divided.get(use, 0) + count
+        return run
+
+    def clear(self) -> None:
+        """Forgets all counts."""
+        self.given.clear()
+        self.divided.clear()
+
+
+def is_meant(split: str | None, part: Part) -> bool:
+    """Whether a split string gives that part a share; data sets of its own (None) are meant."""
+    return split is None or dict(zip(_WORDS, parse_split(split), strict=True))[part] > 0
+
+
+def nothing_there(
+    part: Part, split: str | None, shares: Shares, empty: Collection[str | int], unit: str, own: str
+) -> str:
+    """Returns the message about data sets without a sample: by a split string that divides so many
+    elements (`unit`: what they are), or by the argument `own`, which gives a part data of its own.
+    """
+    if split is None:
+        what = ", ".join(f"{own}[{name!r}]" if name != "" else own for name in empty)
+        return f"{what} holds no token; give more data, or leave it out"
+    given, divided = shares.given[part], shares.divided[part]
+    lines = " (preprocess --input-format text-lines makes each line of plain text one)"
+    return (
+        f"split={split!r} gives {_WORDS[part]} {given} of {divided} {unit}"
+        f"{', which hold no token' if given else ''}; give {own}, or more {unit}"
+        f"{lines if unit == 'sequences' else ''}, or split={_WITHOUT[part]!r} to do without"
+    )
+
+
+def waiting_for_validation(callbacks: Sequence[Callback]) -> list[str]:
+    """Returns the callbacks that go by a value of validation, in words."""
+    return [
+        f"{type(callback).__name__}(monitor={callback.monitor!r})"
+        for callback in callbacks
+        if isinstance(callback, (ModelCheckpoint, EarlyStopping))
+        and (callback.monitor or "").startswith("val")
+    ]
