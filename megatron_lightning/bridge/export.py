@@ -28,6 +28,11 @@ from megatron_lightning.bridge.progress import Bar
 from megatron_lightning.bridge.record import SourceRecord
 from megatron_lightning.bridge.safetensors_files import DTYPES
 from megatron_lightning.bridge.source_config import SourceConfig
+from megatron_lightning.bridge.tokenizer_files import (
+    Companions,
+    companions_of_source,
+    companions_of_tokenizer,
+)
 from megatron_lightning.bridge.verify import verify_logits, verify_tensors
 from megatron_lightning.bridge.weights import wanted_shapes
 from megatron_lightning.bridge.writing import Export, Held, Shares, begin_folder
@@ -60,6 +65,8 @@ class ExportOptions:
     architecture: str | None = None
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     tokenizer: str | Path | None = None
+    tokenizer_digest: str | None = None
+    """Of the tokenizer that the model was trained with, where that is known."""
     verify: bool = False
     push_to_hub: str | None = None
     facts: Facts = field(default_factory=dict)
@@ -78,12 +85,9 @@ class ExportOptions:
             hub.check_repo_id(self.push_to_hub)
 
     def check_tokenizer(self) -> None:
-        """ValueError where its folder is not there; the first rank alone reads it."""
-        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
-            raise ValueError(
-                f"tokenizer={str(self.tokenizer)!r}: there is no such folder; give one that holds"
-                " tokenizer files"
-            )
+        """ValueError where it is not there or none; the first rank alone reads it."""
+        if self.tokenizer is not None:
+            companions_of_tokenizer(self.tokenizer)
 
     def with_facts(self, facts: Facts) -> ExportOptions:
         """The same with these facts in the model card, beneath those given."""
@@ -130,7 +134,8 @@ def to_hf(
     module is whole, and one rank calls it. An imported model gets the names, dtypes and config that
     it came with; `dtype` replaces all dtypes, `architecture` (a `model_type`) the choice of the
     first that expresses the config. Files hold at most `max_shard_bytes` unless one tensor is
-    larger. `tokenizer`: folder whose tokenizer files are copied; by default that of the source.
+    larger. `tokenizer`: a tokenizer.json under any name, or a folder whose tokenizer files are
+    copied; by default those of the source.
     `verify`: read all tensors back, and compare logits with transformers' where it is installed,
     before the folder gets its name. `push_to_hub`: id of a repository to upload it to.
     `merge_adapters`: of a module with adapters, whether they are added to the weights (True) or
@@ -165,7 +170,7 @@ def export(
         if options.verify:
             with Bar.of("verifying", writing.num_bytes) as bar:
                 ranks.gather("verifying weights", lambda: verify_tensors(writing, held, bar))
-            ranks.broadcast("comparing logits", lambda: verify_logits(writing.files.folder))
+            ranks.broadcast("comparing logits", lambda: verify_logits(writing.files.folder, path))
         ranks.broadcast("ending an export", lambda: writing.put_in_place(replace=options.replace))
     except BaseException:
         if ranks.is_first:
@@ -206,10 +211,11 @@ def begin_export(
         record=record,
         facts=options.facts,
     )
-    source = options.tokenizer
-    source = record.folder if source is None and record is not None else source
-    fields = _with_dtype(fields, dtypes, options.dtype is not None)
-    ranks.broadcast("beginning an export", options.check_tokenizer)
+    vocab_size = _config_of(module).vocab_size
+    companions = ranks.broadcast(
+        "beginning an export", lambda: _companions(options, record, vocab_size)
+    )
+    fields = companions.complete(_with_dtype(fields, dtypes, options.dtype is not None))
     folder = ranks.broadcast(
         "beginning an export", lambda: begin_folder(path, replace=options.replace)
     )
@@ -219,12 +225,19 @@ def begin_export(
         mine = {name: boxes for name, boxes in mine.items() if name in table.entries}
         writing = Export(path=path, files=files, table=table, names=names, mine=mine)
         ranks.broadcast("laying out files", files.create)
-        ranks.broadcast("laying out files", lambda: writing.describe(fields, source, card()))
+        ranks.broadcast("laying out files", lambda: writing.describe(fields, companions, card()))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return writing
+
+
+def _companions(options: ExportOptions, record: SourceRecord | None, vocab_size: int) -> Companions:
+    """Files of the tokenizer that was given, else of the model's source."""
+    if options.tokenizer is None:
+        return companions_of_source(None if record is None else record.folder)
+    return companions_of_tokenizer(options.tokenizer, vocab_size, options.tokenizer_digest)
 
 
 def held_boxes(module: MegatronModule) -> tuple[RankBoxes, bool]:

@@ -29,7 +29,7 @@ from megatron_lightning.config.lora import is_adapter
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.adapters import ADAPTER_RECORD
-from megatron_lightning.models.module import SOURCE_RECORD
+from megatron_lightning.models.module import SOURCE_RECORD, TOKENIZER_DIGEST
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def export_checkpoint(
         wrong = sorted(set(tensors) ^ set(shapes)) or "their shapes"
         raise CheckpointError(f"{source}: its tensors are not those of its config: {wrong}")
     facts = facts_of_checkpoint(objects, load_metadata(source, codec=CODEC))
-    options = options.with_facts(facts)
+    options = replace(options.with_facts(facts), tokenizer_digest=objects.get(TOKENIZER_DIGEST))
     factors = partial(_factors, module, tensors)
     held = merged(module, StoredValues(tensors), options.merge_adapters, factors)
     export(module, held, Path(target), options, RankGroup(ALONE))

@@ -33,7 +33,8 @@ def verify_tensors(export: Export, held: Held, bar: Bar | None = None) -> None:
     try:
         source: Any = from_hf(folder).initial_values
     except ValueError as error:
-        raise CheckpointError(f"verifying {export.path}: it can't be read: {error}") from error
+        told = str(error).replace(str(folder), str(export.path))  # its name is to come
+        raise CheckpointError(f"verifying {export.path}: it can't be read: {told}") from error
     try:
         for ours, share in export.mine.items():
             if ours not in source.table.entries:
@@ -68,23 +69,24 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def verify_logits(folder: Path) -> float | None:
+def verify_logits(folder: Path, name: Path | None = None) -> float | None:
     """Compare the logits that transformers and this package compute in float32 from `folder` for a
-    fixed prompt; the largest difference, in units of the largest logit.
+    fixed prompt; the largest difference, in units of the largest logit. `name`: what messages call
+    the folder (by default its path).
 
     None where transformers isn't there or memory doesn't suffice, which is logged. Raises
     CheckpointError where they differ.
     """
-    log = get_logger(__name__)
+    log, name = get_logger(__name__), folder if name is None else name
     if find_spec("transformers") is None:
-        log.warning("%s: logits not compared, transformers is not installed", folder)
+        log.warning("%s: logits not compared, transformers is not installed", name)
         return None
     ours = from_hf(folder)
     assert isinstance(ours, GPTModel)
     needed = 2 * 4 * ours.config.num_parameters()
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free:
-        log.warning("%s: logits not compared, it takes %d bytes of memory", folder, needed)
+        log.warning("%s: logits not compared, it takes %d bytes of memory", name, needed)
         return None
     length = min(_PROMPT, ours.config.max_position_embeddings)
     tokens = (torch.arange(2 * length) * _STRIDE % ours.config.vocab_size).view(2, length)
@@ -96,10 +98,10 @@ def verify_logits(folder: Path) -> float | None:
     difference = float((mine - theirs).abs().max() / theirs.abs().max())
     if not difference <= TOLERANCE:
         raise CheckpointError(
-            f"verifying {folder}: transformers computes other logits, they differ by"
+            f"verifying {name}: transformers computes other logits, they differ by"
             f" {difference:.1e} of the largest one"
         )
-    log.info("%s: logits as those of transformers, within %.1e", folder, difference)
+    log.info("%s: logits as those of transformers, within %.1e", name, difference)
     return difference
 
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.card import CARD
-from megatron_lightning.bridge.folder import COMPANIONS, CONFIG
+from megatron_lightning.bridge.folder import CONFIG
 from megatron_lightning.bridge.mapping import Entry, Piece, TensorMap
 from megatron_lightning.bridge.placing import FileSet, write_json
 from megatron_lightning.bridge.progress import Bar
 from megatron_lightning.bridge.safetensors_files import write_box
+from megatron_lightning.bridge.tokenizer_files import Companions
 from megatron_lightning.checkpoint import Box
 from megatron_lightning.checkpoint.files import sync_folder, write_file
 from megatron_lightning.checkpoint.ranks import RankGroup
@@ -108,16 +109,13 @@ class Export:
                 if bar is not None:
                     bar.update(piece.ours.numel * stored.dtype.itemsize)
 
-    def describe(self, fields: Mapping[str, Any], companions: str | Path | None, card: str) -> None:
+    def describe(self, fields: Mapping[str, Any], companions: Companions, card: str) -> None:
         """Write what is small: index, config.json, files of the tokenizer, model card."""
         folder = self.files.folder
         self.files.write_index()
         write_json(folder / CONFIG, fields)
         write_file(folder / CARD, card.encode())
-        for name in COMPANIONS if companions is not None else ():
-            found = Path(companions) / name  # type: ignore[arg-type] - not None here
-            if found.is_file():
-                shutil.copyfile(found, folder / name)
+        companions.write(folder)
 
     def put_in_place(self, *, replace: bool = False) -> None:
         """Give the folder its name; with `replace`, in place of one that has it."""

@@ -23,7 +23,12 @@ def add_options(parser: Any) -> None:
     """Options of exports."""
     add = parser.add_argument_group("with --to huggingface").add_argument
     add("--architecture", metavar="TYPE", help="model_type to write (default: as it came, or fits)")
-    add("--tokenizer", metavar="FOLDER", help="copy tokenizer files from there")
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json that goes with the model, or a folder whose tokenizer files are copied"
+        " (default: as it came)",
+    )
     add("--shard-size", type=float, metavar="GB", help="largest file, in 10^9 bytes (default: 5)")
     add(
         "--verify",
@@ -41,6 +46,7 @@ def add_options(parser: Any) -> None:
 
 def convert(options: Namespace) -> None:
     """Import or export, and say what was written."""
+    from megatron_lightning.bridge.tokenizer_files import has_tokenizer
     from megatron_lightning.checkpoint import CheckpointError
 
     kinds = (_source_kind(options), options.target_kind)
@@ -60,6 +66,8 @@ def convert(options: Namespace) -> None:
     with wrong_input(CheckpointError):
         weights = _import(options) if importing else _export(options)
     read = "; read back, they are equal" if options.verify else ""
+    if not importing and not has_tokenizer(options.target):
+        read += "; without a tokenizer, which --tokenizer FILE adds"
     print(f"{options.target}: {weights} tensors of weights, from {options.source}{read}")
 
 

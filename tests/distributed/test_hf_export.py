@@ -219,7 +219,7 @@ def refused(rank: int, world_size: int, out: str, options: dict[str, Any]) -> No
     ("options", "message"),
     [
         ({"architecture": "gpt2"}, "architecture='gpt2' is not this network"),
-        ({"tokenizer": "nowhere"}, "tokenizer='nowhere': there is no such folder"),
+        ({"tokenizer": "nowhere"}, "tokenizer='nowhere': there is no such file or folder"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_training(

@@ -7,7 +7,7 @@ from megatron_lightning.data.tokenizer.base import (
     NamedTokens,
     Tokenizer,
 )
-from megatron_lightning.data.tokenizer.fast import FileTokenizer
+from megatron_lightning.data.tokenizer.fast import FileTokenizer, special_tokens
 from megatron_lightning.data.tokenizer.load import load_tokenizer, tokenizer_file
 from megatron_lightning.data.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron_lightning.data.tokenizer.tiktoken_file import TiktokenTokenizer
@@ -23,6 +23,7 @@ __all__ = [
     "TiktokenTokenizer",
     "Tokenizer",
     "load_tokenizer",
+    "special_tokens",
     "tokenizer_file",
     "train_byte_bpe",
 ]

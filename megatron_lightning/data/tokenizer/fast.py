@@ -50,35 +50,17 @@ class FileTokenizer:
         self._arguments = (path, eod_token, name)
         self._tokenizer = _from_bytes(path, content)
         named = _named_tokens(path)
-        first = eod_token or named.get("eos")
-        wanted = _USUAL_EOD if first is None else (first,)
-        known = (self._tokenizer.token_to_id(token) for token in wanted)
-        eod_id = next((number for number in known if number is not None), None)
+        wanted = _end_tokens(named, eod_token)
+        eod_id = _first_known(self._tokenizer, wanted)
         if eod_id is None:
             raise ValueError(
                 f"{path} has no token {' or '.join(wanted)}: name its end-of-document "
                 "token as eos_token in a tokenizer_config.json beside it, or with eod_token"
             )
         self.eod_id: int = eod_id
-        self.special_ids: Mapping[str, int] = {"eod": eod_id, **self._role_ids(named)}
+        self.special_ids: Mapping[str, int] = {"eod": eod_id, **_role_ids(self._tokenizer, named)}
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.digest: str = f"sha256:{hashlib.sha256(content).hexdigest()}"
-
-    def _role_ids(self, named: Mapping[str, str]) -> dict[str, int]:
-        special = {
-            token.content: number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        found: dict[str, int] = {}
-        for role in ROLES:
-            if role in named:
-                number = self._tokenizer.token_to_id(named[role])
-            else:
-                number = next((special[token] for token in _USUAL[role] if token in special), None)
-            if number is not None:
-                found[role] = number
-        return found
 
     def __reduce__(self) -> tuple[Any, tuple[Path, str | None, str | None]]:
         """Travels to worker processes as its path; each of them reads the file once."""
@@ -117,6 +99,50 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def special_tokens(path: Path) -> dict[str, tuple[str, int]]:
+    """Returns name and id of the special tokens of a `tokenizer.json` by role, as `FileTokenizer`
+    finds them; `eos` is the end of a document where no other is named. Those that aren't known are
+    left out.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    tokenizer, named = _from_bytes(path, path.read_bytes()), _named_tokens(path)
+    found = _role_ids(tokenizer, named)
+    end = _first_known(tokenizer, _end_tokens(named))
+    if end is not None:
+        found["eos"] = end
+    return {role: (str(tokenizer.id_to_token(number)), number) for role, number in found.items()}
+
+
+def _end_tokens(named: Mapping[str, str], eod_token: str | None = None) -> tuple[str, ...]:
+    """Returns what the end-of-document token may be called."""
+    first = eod_token or named.get("eos")
+    return _USUAL_EOD if first is None else (first,)
+
+
+def _first_known(tokenizer: "FastTokenizer", tokens: Sequence[str]) -> int | None:
+    known = (tokenizer.token_to_id(token) for token in tokens)
+    return next((number for number in known if number is not None), None)
+
+
+def _role_ids(tokenizer: "FastTokenizer", named: Mapping[str, str]) -> dict[str, int]:
+    special = {
+        token.content: number
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
+    }
+    found: dict[str, int] = {}
+    for role in ROLES:
+        if role in named:
+            number = tokenizer.token_to_id(named[role])
+        else:
+            number = next((special[token] for token in _USUAL[role] if token in special), None)
+        if number is not None:
+            found[role] = number
+    return found
 
 
 @functools.lru_cache(maxsize=4)

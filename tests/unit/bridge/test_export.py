@@ -237,7 +237,7 @@ def test_places_that_have_other_names(tmp_path: Path, monkeypatch: pytest.Monkey
     model.save_hf(".")
     for name in ("real", "here"):
         assert_same_tensors(tmp_path / name, LOCAL / "llama")
-    with pytest.raises(ValueError, match=r"tokenizer='.*nowhere': there is no such folder"):
+    with pytest.raises(ValueError, match=r"tokenizer='.*nowhere': there is no such file or folder"):
         model.save_hf(tmp_path / "x", tokenizer=tmp_path / "nowhere")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "real"]
 
