@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(PACKAGE)  ## train, save, resume in another layout and generate, in three minutes
+quickstart: $(PACKAGE)  ## train, save, resume in another layout and generate: one to two minutes on two cores
 	$(BIN)/python -m megatron_lightning.cli.quickstart $(ARGS)
 
 test: lint types $(TOOLS)  ## lint, types, and every test that is not slow
