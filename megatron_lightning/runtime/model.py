@@ -16,6 +16,7 @@ from megatron_lightning.config.plan import ParallelPlan, ParameterInfo
 from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.parallel.data import GradientBuckets
+from megatron_lightning.parallel.frozen_units import FrozenUnits
 from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.main_gradient import AddsAtOnce
@@ -60,6 +61,8 @@ class ParallelModel:
     """Whether tokens of other data ranks pass through experts here, and the other way round."""
     sharded_roots: tuple[tuple[FSDPModule, ...], ...] = field(default=(), init=False)
     """Fully sharded modules of each chunk; empty when parameters aren't sharded."""
+    frozen_units: FrozenUnits | None = field(default=None, init=False, repr=False)
+    """Which units of them are not trained; None when parameters aren't sharded."""
     compute_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, init=False)
     """Dtype in which the network reads parameters that are kept in another, by canonical name."""
     initial_values: Mapping[nn.Parameter, Callable[[], Tensor]] = field(
@@ -84,6 +87,11 @@ class ParallelModel:
     def num_chunks(self) -> int:
         """Chunks (virtual stages) of this rank."""
         return self.placement.num_chunks
+
+    def look_for_unfrozen(self) -> None:
+        """Before the passes of a batch: fully sharded modules may be trained since the last one."""
+        if self.frozen_units is not None:
+            self.frozen_units.refresh()
 
     def begin_forward(
         self,

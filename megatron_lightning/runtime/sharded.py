@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
+from megatron_lightning.parallel.frozen_units import FrozenUnits
 from megatron_lightning.parallel.fsdp import (
     ShardOptions,
     data_mesh,
@@ -117,6 +118,7 @@ def enter_sharded(model: ParallelModel, roots: Sequence[tuple[FSDPModule, ...]])
     what others, whose last is still to come, prefetch by.
     """
     model.sharded_roots = tuple(roots)
+    model.frozen_units = FrozenUnits(root for chunk in roots for root in chunk)
     if model.pipelined is None:
         return
     for chunk in model.pipelined.parts:

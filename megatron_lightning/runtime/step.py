@@ -108,6 +108,7 @@ class StepRunner:
         copy must share; None where a copy has one rank.
         """
         training = position is not None
+        self._model.look_for_unfrozen()
         if self._model.quantization is not None:
             self._model.quantization.begin_run(training=training)
         actions = self.schedule(len(micro_batches), forward_only=not training)[self._mesh.pp.rank]

@@ -153,13 +153,16 @@ class ParameterUpdate:
         assert buckets is not None
         self.take_changes()
         self._tied.check(self.optimizers, self.updated())
-        if buckets.is_stale:
+        stale = buckets.is_stale
+        if stale:
             self.wait()
             buckets.rebuild()
         else:
             buckets.reset()
         if self.distributed is not None:  # a callback may have added a parameter group
             self.distributed.adopt()
+            if stale:
+                buckets.reset()  # weights lie elsewhere now, and layers find their sums by that
         elif self.masters is not None:
             self.masters.adopt()
 
