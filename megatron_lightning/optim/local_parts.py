@@ -22,7 +22,8 @@ class LocalParts:
     """Parts of the sharded ones among `named_parameters`; stands where `ParameterShards` does.
 
     `rounded` is the dtype that the forward pass reads them in, where that is another. Unrounded
-    they begin as `MasterParameters` do: while all parts of a parameter are its initial values.
+    they begin as `MasterParameters` do: while all parts of a parameter are its initial values, also
+    where these came here rounded, as those of a network that had them before it was sharded.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LocalParts:
             if local.numel():
                 self._parts[name] = Parameter(local)
         if self._rounded is not None:
-            exact = still_initial(new.values(), self._initial, self._agree)
+            exact = still_initial(new.values(), self._initial, self._agree, restore=self._rounded)
             self.copy_from_model([n for n, parameter in new.items() if parameter not in exact])
 
     def cut(self, name: str, value: Tensor) -> Tensor:

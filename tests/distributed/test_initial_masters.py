@@ -198,6 +198,38 @@ def test_rows_that_hooks_change_before_training() -> None:
     assert final[embedding][ROW].abs().max() < 0.01
 
 
+class Built(GPTModel):
+    """Has its values before it is cut, one row of them other than the initial ones."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.configure_model()
+        with torch.no_grad():
+            self.network.decoder.layers["0"].mlp.linear_fc2.weight[ROW] = 0.1
+
+
+def train_built(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    with patch.object(layout_runs, "GPTModel", Built):
+        return train(rank, world_size, run)
+
+
+@pytest.mark.parametrize("layout", ["dp2_fully_sharded", "tp2_dp2_fully_sharded"])
+def test_a_network_that_is_built_before_the_fit(layout: str) -> None:
+    """The masters of what its user left alone begin unrounded."""
+    (single,) = run_ranks_fresh(train_built, 1, RUN)
+    size, options = LAYOUTS["dp2_fully_sharded"]
+    if layout != "dp2_fully_sharded":
+        size, options = 4, {**options, "tensor_parallel_size": 2}
+    ranks = run_ranks_fresh(train_built, size, replace(RUN, layout=options))
+    masters = assemble([rank["masters"][0] for rank in ranks])
+    weights = assemble([single["initial"]])
+    for name, value in assemble([single["masters"][0]]).items():
+        assert torch.equal(masters[name], value), name
+        rounded = name.endswith("layers.0.mlp.linear_fc2.weight") or value.std() == 0
+        assert torch.equal(value, weights[name]) == rounded, name
+    assert_same_training(ranks, single, torch.bfloat16)
+
+
 def test_small_steps_move_weights() -> None:
     """A step moves the share of the weights that its length is of the distance of two numbers."""
     (rank,) = run_ranks_fresh(train, 1, replace(RUN, learning_rate=3e-5))

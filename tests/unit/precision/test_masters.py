@@ -190,6 +190,18 @@ def test_masters_begin_unrounded_unless_other_weights_were_loaded() -> None:
     assert not still_initial([a], {})
 
 
+def test_values_that_are_read_rounded_get_back_what_was_rounded_away() -> None:
+    drawn = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    a, b = (torch.nn.Parameter(drawn.bfloat16().float()) for _ in range(2))
+    with torch.no_grad():
+        b[7] = 3.0
+    changed = b.detach().clone()
+    found = still_initial([a, b], {a: drawn.clone, b: drawn.clone}, restore=torch.bfloat16)
+    assert list(found) == [a]
+    assert torch.equal(a, drawn)
+    assert torch.equal(b, changed)
+
+
 def test_parts_of_other_ranks_decide_too() -> None:
     drawn = torch.randn(50)
     a, b = (torch.nn.Parameter(drawn.bfloat16()) for _ in range(2))
