@@ -15,6 +15,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.layers import quantized_gate
 from megatron_lightning.layers.clamped_gate import clamped_gate
 from megatron_lightning.layers.gated_silu import gated_silu
+from megatron_lightning.layers.hooks import has_hooks
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel.random import Normal
 
@@ -68,7 +69,8 @@ class Activation(nn.Module):
     """What stands between the two linear layers, see `activation_of`."""
 
     recomputed: bool = False
-    """True: the second layer keeps this one's input in place of its own (`Linear.after_gate`)."""
+    """True: the second layer keeps this one's input in place of its own (`Linear.after_gate`), and
+    this one is not called while it has no hooks."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -119,6 +121,7 @@ class MLP(nn.Module):
             if plain and quantized_gate.fits(first, second, activation=self.activation):
                 return quantized_gate.gated_mlp(hidden, first, second)
         inner = self.linear_fc1(hidden)  # (S, B, F) or gated (S, B, 2, F)
-        if self.activation.recomputed and torch.is_grad_enabled():
+        left_out = self.activation.recomputed and torch.is_grad_enabled()
+        if left_out and not has_hooks(self.activation):
             return self.linear_fc2(inner, after_gate=True)
         return self.linear_fc2(self.activation(inner))

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers import kernels
 from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
+from megatron_lightning.layers.hooks import has_hooks
 from megatron_lightning.parallel.quantized.region import (
     largest_of_rows,
     quantized_linear,
@@ -72,7 +73,7 @@ def fits(*layers: nn.Module, activation: nn.Module) -> bool:
     """Whether the layers are nothing but products in FP8 that take largest values from others,
     within a compiled region, and no hook is to see what passes between them.
     """
-    if not torch.compiler.is_compiling() or _has_hooks(activation):
+    if not torch.compiler.is_compiling() or has_hooks(activation):
         return False
     return all(_is_plain(layer) for layer in layers)
 
@@ -82,16 +83,7 @@ def _is_plain(layer: Any) -> bool:
     if products is None or not products.in_regions or not products.recipe.takes_parts:
         return False
     borders = (layer.before, layer.after, layer.bias, layer.adapters)
-    return all(border is None for border in borders) and not _has_hooks(layer)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return all(border is None for border in borders) and not has_hooks(layer)
 
 
 def gated_mlp(x: Tensor, first: Linear, second: Linear) -> Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.layers.dropout import Dropout, Jitter
+from megatron_lightning.layers.hooks import has_hooks
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.mlp import MLP, Activation
 from megatron_lightning.layers.moe import Router
@@ -158,6 +159,8 @@ def _kept_output(
         return f"{type(mlp).__name__} has a forward of its own"
     if not activation.can_be_recomputed:
         return "it is none of gated SiLU"
+    if has_hooks(activation):
+        return "it has hooks, for which it has to be called"
     after = mlp.linear_fc2
     if type(after) is not Linear:
         return f"a {type(after).__name__} of this back end stands behind it"

@@ -111,3 +111,38 @@ def test_a_recomputed_activation_is_not_kept():
     assert saved_bytes(lambda: mlp(x).sum()) == rows * (16 + 2 * 24)
     with torch.no_grad():
         assert torch.equal(mlp(x), made(activation="silu")(x))
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_recomputed_activation_is_called_while_it_has_hooks(register):
+    mlp, x = made(activation="silu"), torch.randn(3, 2, 16, requires_grad=True)
+    mlp.activation.recomputed = True
+    wanted = mlp(x)
+    seen = []
+    handle = getattr(mlp.activation, register)(lambda module, args, *_: seen.append(args[0].shape))
+    assert torch.equal(mlp(x), wanted)
+    assert seen == [(3, 2, 2, 24)]
+    handle.remove()
+    mlp(x)
+    assert len(seen) == 1
+
+
+def test_what_a_hook_makes_of_a_recomputed_activation_counts():
+    mlp, x = made(activation="silu"), torch.randn(3, 2, 16, requires_grad=True)
+    mlp.activation.recomputed = True
+    mlp.activation.register_forward_hook(lambda _, __, output: output * 0)
+    assert not mlp(x).any()
+
+
+def test_compiled_layers_call_an_activation_that_had_hooks_when_regions_were_set():
+    torch._dynamo.reset()
+    layers, seen = [made(activation="silu") for _ in range(3)], []
+    for layer in layers:
+        layer.activation.recomputed = True
+    layers[1].activation.recomputed = False
+    layers[1].activation.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(3, 2, 16, requires_grad=True)
+    for layer in layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+        assert torch.equal(layer(x), made(activation="silu")(x))
+    assert seen == [1]

@@ -174,13 +174,14 @@ def test_activations_are_recomputed_by_the_layer_behind_or_left_or_in_a_region(
 ) -> None:
     config = GPTConfig(num_layers=2, hidden_size=WIDTH, num_attention_heads=4, vocab_size=32)
     network = nn.ModuleDict(
-        {name: MLP(config, TorchBackend()) for name in ("plain", "low", "adapted")}
+        {name: MLP(config, TorchBackend()) for name in ("plain", "low", "adapted", "hooked")}
     )
     network["gelu"] = MLP(dataclasses.replace(config, activation="gelu"), TorchBackend())
     network["own"] = Own(config)
     adapted = network.get_submodule("adapted.linear_fc2")
     assert isinstance(adapted, Linear)
     adapted.adapters = nn.Identity()
+    network.get_submodule("hooked.activation").register_forward_pre_hook(lambda *_: None)
     form = RecomputeConfig(mode="selective", modules=["activation"])
     assert not recompute_problems(network, ParallelPlan(), form)
     apply_recompute(
@@ -198,8 +199,9 @@ def test_activations_are_recomputed_by_the_layer_behind_or_left_or_in_a_region(
     }
     assert found.pop("plain") == (True, False)
     assert found.pop("gelu") == (False, True)
-    assert found == dict.fromkeys(["low", "adapted", "own"], (False, False))
-    for words in ("low precision", "adapters", "none of gated SiLU", "Own has a forward"):
+    assert found == dict.fromkeys(["low", "adapted", "own", "hooked"], (False, False))
+    reasons = ("low precision", "adapters", "none of gated SiLU", "Own has a forward", "has hooks")
+    for words in reasons:
         assert words in caplog.text
     own, x = network["own"], torch.randn(ROWS, WIDTH, requires_grad=True)
     inner, kept = own.up(x).unflatten(-1, (2, WIDTH)), []
