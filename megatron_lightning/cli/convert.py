@@ -108,20 +108,12 @@ def _gpt_config(options: Namespace) -> GPTConfig:
     if options.preset is not None:
         with wrong_input():
             return preset_config(options.preset)
-    import yaml
-
+    from megatron_lightning.cli.config_file import read_mapping
     from megatron_lightning.cli.plan_request import build_config, read_config
     from megatron_lightning.config.model import GPTConfig
 
     path = Path(options.config)
-    if not path.is_file():
-        raise UserError(f"--config {path}: there is no such file")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: not YAML or JSON: {error}") from error
-    if not isinstance(content, Mapping):
-        raise UserError(f"--config {path}: not a mapping; give the fields of a GPTConfig")
+    content = read_mapping(path, "fields of a GPTConfig, or of trainer, model and data")
     if "model" not in content:
         return build_config(GPTConfig, _numbers(content), f"--config {path}")
     found = read_config(str(path))

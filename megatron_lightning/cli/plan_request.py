@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args, get_type_hints
 
-import yaml
-
+from megatron_lightning.cli.config_file import read_mapping
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.names import remedy
@@ -174,11 +173,7 @@ def read_config(path: str) -> dict[str, Any]:
     Nothing is built and no data are opened. UserError names what is unknown.
     """
     file = Path(path)
-    if not file.is_file():
-        raise UserError(f"--config {path}: there is no such file")
-    content = yaml.safe_load(file.read_text())
-    if not isinstance(content, Mapping):
-        raise UserError(f"--config {path}: not a mapping of trainer, model and data")
+    content = read_mapping(path, "trainer, model and data")
     trainer, data = content.get("trainer") or {}, arguments_of(content.get("data"))
     found: dict[str, Any] = {"model_name": file.stem}
     found |= _model(content.get("model") or {}, path)

@@ -7,21 +7,26 @@ and a wrong input is one message.
 """
 
 import re
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 
-from megatron_lightning.checkpoint import CheckpointError, read_manifest
 from megatron_lightning.cli.errors import UserError, wrong_input
+from megatron_lightning.cli.fit_values import graph_problems, seed_problems
+from megatron_lightning.cli.given import Given, class_named, class_names
+from megatron_lightning.cli.parser_words import explain, precision_problem
+from megatron_lightning.config.names import meant
 
 # Known by their short names on the command line because they are imported here.
 from megatron_lightning.data import PretrainingDataModule, SFTDataModule  # noqa: F401
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
 
 DEFAULT_SEED = 1234
 
@@ -34,7 +39,15 @@ class TrainerParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise UserError."""
-        raise UserError(shorten(message)) from ex
+        raise ParserError(message) from ex
+
+
+class ParserError(UserError):
+    """A message of the parser, whose noise is left out."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        super().__init__(shorten(message))
 
 
 class TrainerCLI(LightningCLI):
@@ -61,8 +74,21 @@ class TrainerCLI(LightningCLI):
         parser.set_defaults({"model": _named(GPTModel), "data": _named(PretrainingDataModule)})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse `args`; Lightning's own method warns when they are not left to it to find."""
-        self.config = parser.parse_args(args)
+        """Parse `args`; Lightning's own method warns when they are not left to it to find. What can
+        be known from the options alone is checked at once.
+        """
+        given = Given(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ParserError as error:
+            raise UserError(explain(error.message, given) or str(error)) from error
+        chosen = self.config[self.config.subcommand]
+        problems = chosen_problems(chosen, given)
+        problems += seed_problems(chosen.get("seed_everything"), given.place)
+        if self.config.subcommand == "fit":
+            problems += graph_problems(chosen.trainer, given.place)
+        if problems:
+            raise UserError("\n".join(problems))
 
     def instantiate_classes(self) -> None:
         """Build model, data module and Trainer; what they refuse is a wrong input."""
@@ -72,12 +98,44 @@ class TrainerCLI(LightningCLI):
         except UserError as error:
             raise UserError(shorten(str(error))) from error
 
-    def after_instantiate_classes(self) -> None:
-        """Look into the checkpoint that is asked for, before any rank is started."""
-        path = self.config[self.config.subcommand].ckpt_path
-        if path is not None and Path(path).is_dir():
-            with wrong_input(CheckpointError):
-                read_manifest(path)
+
+def chosen_problems(chosen: Any, given: Given) -> list[str]:
+    """What is wrong with the chosen options whatever classes they build: checkpoint, precision,
+    accelerator. Another strategy than this package's has its own rules.
+    """
+    trainer = chosen.trainer
+    kind = strategy_class(trainer.strategy)
+    problems = []
+    if isinstance(trainer.strategy, str) and (near := meant_strategy(trainer.strategy)):
+        place = given.place("trainer.strategy")
+        problems.append(
+            f"{place}={trainer.strategy!r}: there is no such strategy; do you mean {near}?"
+        )
+    if kind is None or not issubclass(kind, MegatronStrategy):
+        return problems
+    if trainer.accelerator == "gpu" and not CUDAAccelerator.is_available():
+        problems.append(
+            f"{given.place('trainer.accelerator')}='gpu': there is no CUDA GPU here; set"
+            " trainer.accelerator to cpu, or to auto, which takes what there is"
+        )
+    problems += check_checkpoint_path(chosen.get("ckpt_path"))
+    if trainer.precision is not None:
+        problem = precision_problem(trainer.precision, given.place("trainer.precision"))
+        problems += [problem] if problem else []
+    return problems
+
+
+def meant_strategy(name: str) -> str | None:
+    """The class that a name stands for which is none of Lightning's; None where none is near."""
+    if name in StrategyRegistry or name == "auto":
+        return None
+    return next(iter(meant(name, class_names("trainer.strategy"))), None)
+
+
+def strategy_class(strategy: Any) -> type | None:
+    """The class that a parsed `trainer.strategy` names; None for a name of Lightning's."""
+    path = getattr(strategy, "class_path", None)
+    return None if path is None else class_named(path)
 
 
 def main(arguments: list[str]) -> None:

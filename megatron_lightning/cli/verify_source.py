@@ -14,10 +14,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
 
+from megatron_lightning.cli.config_file import read_mapping
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.cli.plan_request import arguments_of, build_config, layout_of_section
 from megatron_lightning.config.model import GPTConfig
@@ -130,10 +130,8 @@ def from_config(path: str, *, changes: Mapping[str, Any], synthetic: bool = Fals
 
     `changes` are fields of a GPTModel's config (reductions). UserError names what can't be used.
     """
-    if not Path(path).is_file():
-        raise UserError(f"--config {path}: there is no such file")
-    content = yaml.safe_load(Path(path).read_text())
-    if not isinstance(content, Mapping) or "model" not in content:
+    content = read_mapping(path, "trainer, model and data")
+    if "model" not in content:
         raise UserError(f"--config {path}: it has no model section")
     trainer = content.get("trainer") or {}
     model, data = _section(content["model"], "GPTModel"), content.get("data")

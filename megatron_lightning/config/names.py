@@ -114,7 +114,9 @@ def meant(name: str, known: Iterable[str]) -> list[str]:
     prefixed = name.replace("_", ".", 1)  # moe_router_topk -> moe.router_topk
     if prefixed in known:
         return [prefixed]
-    return [last[near] for near in get_close_matches(name, last, 1, 0.7)]
+    near = get_close_matches(name, last, 1, 0.7)
+    begun = [one for one in last if len(name) > 2 and one.startswith(f"{name}_")]
+    return [last[one] for one in (near or begun)[:1]]
 
 
 def known_paths(kind: Any) -> list[str]:

@@ -191,12 +191,18 @@ def test_model_by_preset(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--trainer.max_step", "3"], "unrecognized arguments: --trainer.max_step"),
-        (["--model.vocab_size", "3"], "Option 'vocab_size' is not accepted"),
-        (["--model.config.hidden", "3"], r"unrecognized arguments: --config\.hidden"),
+        (["--trainer.max_step", "3"], "--trainer.max_step: .* do you mean --trainer.max_steps"),
+        (
+            ["--model.vocab_size", "3"],
+            "--model.vocab_size: .* do you mean --model.config.vocab_size",
+        ),
+        (
+            ["--model.config.hidden", "3"],
+            "--model.config.hidden: .* do you mean --model.config.hidden_size",
+        ),
         (["--model.config.hidden_size", "x"], "hidden_size"),
         (["--trainer.devices", "0"], "devices"),
-        (["--config", "/nowhere.yaml"], "File does not exist: '/nowhere.yaml'"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: there is no such file"),
         (["--model", "NoSuchModel"], "NoSuchModel"),
         (["--data.global_batch_size", "5"], "global_batch_size=5 must be a multiple"),
         (["--model.loss_normalization", "sum"], "loss_normalization"),

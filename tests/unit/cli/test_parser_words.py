@@ -1,0 +1,215 @@
+"""Wrong options and files of `fit`: one message with path as typed, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_lightning.cli import convert, plan, trainer, verify
+from megatron_lightning.cli.errors import UserError
+from megatron_lightning.cli.given import Given
+from megatron_lightning.cli.parser_words import explain
+
+
+@pytest.fixture(scope="module")
+def fit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config file on mock data; nothing of it is run here."""
+    path = tmp_path_factory.mktemp("words") / "fit.yaml"
+    sizes = dict(vocab_size=300, num_layers=2, hidden_size=32, num_attention_heads=4)
+    content = {
+        "trainer": dict(accelerator="cpu", devices=1, max_steps=2, logger=False),
+        "model": {"config": sizes},
+        "data": dict(
+            paths="mock", mock_data=True, seq_length=16, micro_batch_size=2, global_batch_size=4
+        ),
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def refusal(*arguments: str | Path) -> str:
+    with pytest.raises(UserError) as error:
+        trainer.main([str(argument) for argument in arguments])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("model.config.num_layer", "4", "do you mean --model.config.num_layers?"),
+        ("model.config.moe.num_expert", "4", "do you mean --model.config.moe.num_experts?"),
+        pytest.param(
+            "model.optimiser.lr", "4", "do you mean --model.optimizer.lr?", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "model.vocab_size",
+            "4",
+            "do you mean --model.config.vocab_size?",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "trainer.strategy.tensor_parallel",
+            "2",
+            "do you mean --trainer.strategy.tensor_parallel_size?",
+        ),
+        (
+            "trainer.strategy.tensor_model_parallel_size",
+            "2",
+            "do you mean --trainer.strategy.tensor_parallel_size?",
+        ),
+        (
+            "trainer.strategy.virtual_pipeline_model_parallel_size",
+            "2",
+            "do you mean --trainer.strategy.pipeline.virtual_pipeline_size?",
+        ),
+        pytest.param(
+            "trainer.max_step", "3", "do you mean --trainer.max_steps?", marks=pytest.mark.slow
+        ),
+        ("trainr.max_steps", "3", "do you mean --trainer.max_steps?"),
+        pytest.param("data.path", "x", "do you mean --data.paths?", marks=pytest.mark.slow),
+        pytest.param("seed", "3", "do you mean --seed_everything?", marks=pytest.mark.slow),
+    ],
+)
+def test_unknown_option(option: str, value: str, told: str, fit_file: Path) -> None:
+    message = refusal("fit", "--config", fit_file, f"--{option}", value)
+    assert message == f"--{option}: there is no such option; {told}"
+
+
+def test_unknown_options_of_named_classes(fit_file: Path) -> None:
+    fit = ("fit", "--config", fit_file)
+    callback = "--trainer.callbacks+=megatron_lightning.callbacks.ExpertHealth"
+    message = refusal(*fit, callback, "--trainer.callbacks.every_n_step", "10")
+    assert message.endswith("do you mean --trainer.callbacks.every_n_steps?")
+    preset = ("--model", "megatron_lightning.cli.presets.gpt_preset", "--model.preset", "tiny")
+    assert refusal(*fit, *preset, "--model.presets", "x").endswith("do you mean --model.preset?")
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"trainer": {"strategy": {"tensor_parallel": 2}}}, "trainer.strategy.tensor_parallel: "),
+        pytest.param(
+            {"model": {"optimiser": {"lr": 1}}}, "model.optimiser.lr: ", marks=pytest.mark.slow
+        ),
+        ({"model": {"config": {"num_layer": 1}}}, "model.config.num_layer: "),
+        pytest.param({"trainer": {"max_step": 1}}, "trainer.max_step: ", marks=pytest.mark.slow),
+        pytest.param({"dat": {"paths": "x"}}, "dat.paths: ", marks=pytest.mark.slow),
+    ],
+)
+def test_unknown_field_of_a_file(
+    section: dict[str, object], told: str, fit_file: Path, tmp_path: Path
+) -> None:
+    second = tmp_path / "second.yaml"
+    second.write_text(yaml.safe_dump(section))
+    message = refusal("fit", "--config", fit_file, "--config", second)
+    assert message.startswith(f"{second}: {told}there is no such option; do you mean ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        pytest.param(
+            "model.config.num_layers",
+            "2.5",
+            "='2.5': must be a whole number",
+            marks=pytest.mark.slow,
+        ),
+        ("model.config.activation", "swiglu", "='swiglu': must be one of ('silu', 'gelu', "),
+        pytest.param(
+            "model.optimizer.lr", "abc", "='abc': must be a number", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "trainer.strategy.tensor_parallel_size",
+            "x",
+            "='x': must be a whole number",
+            marks=pytest.mark.slow,
+        ),
+        ("trainer.strategy.quantization.recipe", "fp9", "='fp9': must be one of ('fp8_tensorwise'"),
+        ("trainer.gradient_clip_val", "abc", "='abc': must be a number"),
+        ("trainer.precision", "fp8", ": precision='fp8' does not work with MegatronStrategy (for"),
+        pytest.param(
+            "trainer.precision",
+            "16-true",
+            ": precision='16-true' does not work",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "trainer.precision",
+            "transformer-engine",
+            ": precision='transformer-engine' does not",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "trainer.strategy",
+            "MegatronStrateg",
+            "='MegatronStrateg': there is no such strategy; do",
+        ),
+        ("model", "GPTModl", "='GPTModl': there is no such class; do you mean GPTModel?"),
+        pytest.param(
+            "model",
+            "my.own.Model",
+            "='my.own.Model': there is no such class; give its whole path",
+            marks=pytest.mark.slow,
+        ),
+        ("ckpt_path", "no/such.ckpt", "ckpt_path='no/such.ckpt': there is no such file or folder"),
+    ],
+)
+def test_wrong_value(option: str, value: str, told: str, fit_file: Path) -> None:
+    message = refusal("fit", "--config", fit_file, f"--{option}", value)
+    assert message.startswith(told if option == "ckpt_path" else f"--{option}{told}"), message
+    assert "\n" not in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(fit_file: Path) -> None:
+    message = refusal("fit", "--config", fit_file, "--trainer.accelerator", "gpu")
+    assert message.startswith("--trainer.accelerator='gpu': there is no CUDA GPU here; set")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["fit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("validate", "predict"))],
+)
+def test_file_in_place_of_a_checkpoint(command: str, fit_file: Path) -> None:
+    message = refusal(command, "--config", fit_file, "--ckpt_path", fit_file)
+    assert message.startswith(
+        f"ckpt_path={str(fit_file)!r}: not a complete checkpoint folder; give"
+    )
+    assert "is a file" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"trainer: {devices: 1\nmodel: [\n", "no YAML: line 2, column 6: while parsing a flow"),
+        (b"a: \xff\n", "no text in UTF-8: byte 3 is 0xff"),
+        (b"only text\n", "not a mapping of"),
+        (None, "there is no such file"),
+    ],
+)
+def test_config_file_that_cannot_be_read(content: bytes | None, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    commands = (
+        (trainer.main, ["fit", "--config", str(path)]),
+        (plan.main, ["--config", str(path), "--gpus", "2"]),
+        (verify.main, ["--config", str(path), "--layouts", "dp2"]),
+        (convert.main, [str(tmp_path), str(tmp_path / "out"), "--config", str(path)]),
+    )
+    for run, arguments in commands:
+        with pytest.raises(UserError) as error:
+            run(arguments)
+        assert str(error.value).startswith(f"--config {path}: {told}")
+
+
+def test_config_file_that_is_a_folder(tmp_path: Path) -> None:
+    assert refusal("fit", "--config", tmp_path).endswith("is a folder; give a YAML file")
+
+
+def test_message_of_an_unknown_form_stays() -> None:
+    given = Given(["fit"])
+    assert explain("unrecognized arguments: extra", given) is None
+    assert explain("Parser key \"model\":\n  - Unable to load config '{a:'", given) is None
