@@ -9,6 +9,7 @@ from megatron_lightning.cli.errors import UserError
 from megatron_lightning.cli.plan_estimate import Plan
 from megatron_lightning.cli.plan_values import coordinates
 from megatron_lightning.parallel.schedules.actions import Kind
+from megatron_lightning.utils.wording import counted
 
 FORMATS = (".svg", ".png", ".pdf")
 MOST_GPUS = 1024
@@ -67,9 +68,11 @@ def _draw_mesh(plan: Plan, axes: Any) -> None:
     axes.set_yticks([node + 0.5 for node in range(nodes)], [f"node {n}" for n in range(nodes)])
     axes.set_xticks([])
     left_out = plan.request.gpus - len(shown)
-    more = f" ({left_out} more GPUs alike)" if left_out else ""
+    more = f" ({counted(left_out, 'more GPU')} alike)" if left_out else ""
     sizes = " x ".join(f"{name}={plan.sizes[name]}" for name in ("tp", "cp", "dp", "pp"))
-    axes.set_title(f"{plan.request.model_name} on {plan.request.gpus} GPUs: {sizes}{more}")
+    axes.set_title(
+        f"{plan.request.model_name} on {counted(plan.request.gpus, 'GPU')}: {sizes}{more}"
+    )
     axes.spines[:].set_visible(False)
 
 

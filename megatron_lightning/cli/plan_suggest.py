@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_lightning.cli.plan_estimate import Plan, layout_of, make_plan, stage_weights
 from megatron_lightning.cli.plan_outside import outside_bytes
 from megatron_lightning.cli.plan_request import PlanRequest
-from megatron_lightning.cli.plan_text import gib, table
+from megatron_lightning.cli.plan_text import in_unit, sized, table, unit_of
 from megatron_lightning.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes, check_layout, check_world
@@ -122,9 +122,10 @@ def _best(request: PlanRequest, sizes: Sizes) -> tuple[Suggestion | None, str]:
     if best is None and smallest is not None:
         states = smallest.ranks[0].memory
         reason = (
-            f"needs {gib(smallest.peak_bytes + outside_bytes(smallest.request))} GiB of"
-            f" {gib(request.hardware.memory_bytes)} in its smallest variant (parameters, gradients"
-            f" and optimizer: {gib(states.parameters + states.gradients + states.optimizer)})"
+            f"needs {sized(smallest.peak_bytes + outside_bytes(smallest.request))} of"
+            f" {sized(request.hardware.memory_bytes)} in its smallest variant (parameters,"
+            f" gradients and optimizer:"
+            f" {sized(states.parameters + states.gradients + states.optimizer)})"
         )
     return best, reason
 
@@ -265,8 +266,16 @@ def suggestions_as_values(suggestions: Suggestions) -> dict[str, object]:
     }
 
 
+_TIMES = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6}
+
+
 def suggestions_as_text(suggestions: Suggestions) -> str:
     """Two tables."""
+    unit = unit_of(s.plan.peak_bytes for s in suggestions.fitting)
+    slowest = max((s.step_seconds for s in suggestions.fitting), default=1)
+    time, per_second = next(
+        ((name, n) for name, n in _TIMES.items() if slowest * n >= 1), ("microseconds", 10**6)
+    )
     rows = []
     for s in suggestions.fitting:
         request = s.plan.request
@@ -283,16 +292,16 @@ def suggestions_as_text(suggestions: Suggestions) -> str:
                 s.plan.layout.virtual_size,
                 request.micro_batch_size,
                 recompute.mode + modules,
-                gib(s.plan.peak_bytes),
+                in_unit(s.plan.peak_bytes, unit),
                 f"{s.plan.bubble:.1%}",
-                f"{s.step_seconds:.2f}",
+                f"{s.step_seconds * per_second:.2f}",
                 f"{s.utilisation:.1%}",
             )
         )
     header = (
         *("tensor", "pipeline", "context", "data", "expert"),
         *("virtual", "micro-batch", "recompute"),
-        *("GiB", "bubble", "seconds", "utilisation"),
+        *(unit, "bubble", time, "utilisation"),
     )
     text = (
         "Suggestions, fastest first (times rank the layouts, they are no predictions;"

@@ -11,6 +11,7 @@ from megatron_lightning.cli.plan_memory import WORKSPACE_BYTES
 from megatron_lightning.cli.plan_outside import outside_bytes
 from megatron_lightning.cli.plan_request import GIB
 from megatron_lightning.cli.plan_values import axes_of, notes_of, stages_of
+from megatron_lightning.utils.wording import counted
 
 
 def as_text(plan: Plan) -> str:
@@ -36,12 +37,28 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell.replace(".", "").replace(",", "").replace("-", "").isdigit() or cell == ""
+    return cell.translate(str.maketrans("", "", ".,-<")).isdigit() or cell == ""
 
 
-def gib(count: float) -> str:
-    """Bytes in GiB."""
-    return f"{count / GIB:.2f}"
+_UNITS = {"GiB": GIB, "MiB": GIB >> 10, "KiB": GIB >> 20}
+
+
+def unit_of(counts: Iterable[float]) -> str:
+    """The unit for a table of bytes: the largest that is not above all of them."""
+    most = max(counts, default=0) or GIB
+    return next((name for name, size in _UNITS.items() if most >= size), "KiB")
+
+
+def in_unit(count: float, unit: str) -> str:
+    """Bytes as a number of that unit, and what is too little for it as such."""
+    text = f"{count / _UNITS[unit]:.2f}"
+    return "<0.01" if count > 0 and text == "0.00" else text
+
+
+def sized(count: float) -> str:
+    """Bytes with the unit that fits them."""
+    unit = unit_of([count])
+    return f"{in_unit(count, unit)} {unit}"
 
 
 def _head(plan: Plan) -> str:
@@ -59,15 +76,16 @@ def _head(plan: Plan) -> str:
             f" x pipeline_parallel_size={config.pipeline_parallel_size}"
             f" x {request.expert_data_size} copies"
         )
+    micro_batches = counted(request.num_microbatches, "micro-batch", "micro-batches")
     batch = (
         f"seq_length={request.seq_length}, micro_batch_size={request.micro_batch_size},"
-        f" global_batch_size={request.batch_size}: {request.num_microbatches} micro-batches a rank"
+        f" global_batch_size={request.batch_size}: {micro_batches} a rank"
     )
     return "\n".join(
         [
             f"{request.model_name}: {plan.parameters.total:,} parameters, {request.precision}",
-            f"{request.gpus} GPUs ({request.hardware.name}, {request.gpus_per_node} a node) ="
-            f" {sizes}",
+            f"{counted(request.gpus, 'GPU')} ({request.hardware.name}, {request.gpus_per_node} a"
+            f" node) = {sizes}",
             batch,
             f"layers of the stages: {'+'.join(map(str, plan.layers_per_stage))}",
         ]
@@ -107,13 +125,20 @@ def _stages(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     quantized = plan.request.parallel.quantization is not None
-    rows = []
+    rows: list[tuple[Any, ...]] = []
+    held: list[list[int]] = []
     for rank in plan.ranks:
         m = rank.memory
         parts = [m.parameters, m.gradients, m.optimizer]
         parts += [m.rounded] if quantized else []
         parts += [m.activations, m.buffers, m.peak, m.host]
-        rows.append((rank.rank, f"{rank.num_parameters:,}", rank.peak_live, *map(gib, parts)))
+        rows.append((rank.rank, f"{rank.num_parameters:,}", rank.peak_live))
+        held.append(parts)
+    unit = unit_of(rank.memory.peak for rank in plan.ranks)
+    rows = [
+        (*row, *(in_unit(part, unit) for part in parts))
+        for row, parts in zip(rows, held, strict=True)
+    ]
     header = (
         "pipeline rank",
         "parameters held",
@@ -129,22 +154,24 @@ def _memory(plan: Plan) -> str:
     )
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return (
-        "Memory of a rank, GiB\n"
+        f"Memory of a rank, {unit}\n"
         + table(header, rows)
-        + f"\n{verdict}: {gib(plan.peak_bytes)} at the peak and"
-        f" {gib(outside_bytes(plan.request))} outside of"
-        f" torch's allocator, of {gib(plan.request.hardware.memory_bytes)}"
-        f" (buffers count {gib(WORKSPACE_BYTES)} of workspaces)"
+        + f"\n{verdict}: {sized(plan.peak_bytes)} at the peak and"
+        f" {sized(outside_bytes(plan.request))} outside of"
+        f" torch's allocator, of {sized(plan.request.hardware.memory_bytes)}"
+        f" (buffers count {sized(WORKSPACE_BYTES)} of workspaces)"
     )
 
 
 def _traffic(plan: Plan) -> str:
+    sent = [dataclasses.astuple(rank.traffic) for rank in plan.ranks]
+    unit = unit_of(value for values in sent for value in values)
     rows = [
-        (rank.rank, *(gib(value) for value in dataclasses.astuple(rank.traffic)))
-        for rank in plan.ranks
+        (rank.rank, *(in_unit(value, unit) for value in values))
+        for rank, values in zip(plan.ranks, sent, strict=True)
     ]
     header = ("pipeline rank", "tensor", "pipeline", "context", "data", "expert")
-    return "Communication: GiB that a rank sends in a step\n" + table(header, rows)
+    return f"Communication: {unit} that a rank sends in a step\n" + table(header, rows)
 
 
 def _foot(plan: Plan) -> str:

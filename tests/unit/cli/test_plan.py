@@ -10,6 +10,7 @@ from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
 from megatron_lightning.cli.plan import main
 from megatron_lightning.cli.plan_outside import RESERVED_BYTES
 from megatron_lightning.cli.plan_request import HARDWARE
+from megatron_lightning.cli.plan_text import in_unit, sized
 from megatron_lightning.models.presets import PRESETS
 from tests.unit.models.test_presets import PUBLISHED
 
@@ -310,6 +311,24 @@ def test_suggestions_fit_and_the_others_say_why(capsys: pytest.CaptureFixture[st
     main(words_of("--preset tiny --gpus 2 --suggest"))
     assert "Suggestions, fastest first" in capsys.readouterr().out
     assert isinstance(refused, list)
+
+
+def test_a_small_model_has_numbers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset tiny --gpus 2 --tensor-parallel-size 2 --seq-length 128"
+    values = plan(capsys, words, "--micro-batch-size 1 --global-batch-size 1")
+    text = _text(capsys, words, "--micro-batch-size 1 --global-batch-size 1")
+    assert "2 GPUs (" in text
+    assert "1 micro-batch a rank" in text
+    row = text.split("Memory of a rank, MiB\n")[1].splitlines()[2].split()
+    assert row[3] == f"{values['memory']['ranks'][0]['parameters'] / 2**20:.2f}"
+    sent = text.split("Communication: KiB")[1].splitlines()[3].split()
+    assert float(sent[1]) > 1
+    assert "1 GPU (" in _text(capsys, "--preset tiny --gpus 1 --seq-length 128")
+    suggested = _text(capsys, "--preset tiny --gpus 2 --seq-length 128 --suggest")
+    assert "microseconds" in suggested
+    assert " 0.00 " not in suggested
+    assert in_unit(3, "KiB") == "<0.01"
+    assert (in_unit(0, "KiB"), sized(3 << 29)) == ("0.00", "1.50 GiB")
 
 
 def test_the_gpu_is_the_measured_kind_unless_named(capsys: pytest.CaptureFixture[str]) -> None:
