@@ -1,0 +1,42 @@
+"""Values that `fit` refuses before any class is built."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_lightning.cli import trainer
+from megatron_lightning.cli.errors import UserError
+
+CONFIG = {
+    "trainer": {"accelerator": "cpu", "devices": 1, "logger": False},
+    "model": {"class_path": "megatron_lightning.cli.presets.gpt_preset"},
+    "data": {"paths": "nowhere", "seq_length": 16, "micro_batch_size": 1, "global_batch_size": 1},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "fit.yaml"
+    model = CONFIG["model"] | {"init_args": {"preset": "tiny"}}
+    path.write_text(yaml.safe_dump(CONFIG | {"model": model}))
+    return path
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_numpy_does_not_take(seed: int, file: Path) -> None:
+    with pytest.raises(UserError) as error:
+        trainer.main(["fit", "--config", str(file), "--seed_everything", str(seed)])
+    assert str(error.value) == f"--seed_everything={seed}: must be from 0 to 4294967295"
+
+
+def test_cuda_graphs_on_the_cpu(file: Path) -> None:
+    """Of a training run; the layout alone may be looked at there."""
+    options = ["--config", str(file), "--trainer.strategy.runtime.cuda_graphs", "layers"]
+    with pytest.raises(UserError) as error:
+        trainer.main(["fit", *options])
+    message = str(error.value)
+    assert message.startswith("--trainer.strategy.runtime.cuda_graphs='layers' on the CPU")
+    assert "set it to none, or trainer.accelerator to gpu" in message
+    with pytest.raises(Exception, match="nowhere"):
+        trainer.main(["validate", *options])
