@@ -83,6 +83,6 @@ def with_inner(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         if not dataclasses.is_dataclass(inner):
             raise ValueError(f"{name}={value!r}: {head} is {inner!r} here, and has no fields")
         if field not in [known.name for known in dataclasses.fields(inner)]:
-            raise ValueError(f"{name} is no field: {remedy(type(inner), field)}")
+            raise ValueError(f"{name} is no field: {remedy(type(inner), field, f'{head}.')}")
         whole[head] = dataclasses.replace(inner, **{field: value})  # type: ignore[type-var]
     return whole

@@ -156,7 +156,7 @@ class GPTConfig(NamesFields):
         changes = with_inner(self, changes)
         names = {f.name for f in fields(self)}
         if unknown := sorted(set(changes) - names):
-            told = [f"{name} is no field: {remedy(GPTConfig, name)}" for name in unknown]
+            told = [f"{name} is no field: {remedy(GPTConfig, name, '')}" for name in unknown]
             raise ValueError("; ".join(told))
         derived: dict[str, Any] = {
             name: 0 for name, value in self._derived().items() if getattr(self, name) == value

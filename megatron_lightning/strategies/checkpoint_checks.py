@@ -35,7 +35,11 @@ def check_checkpoint_path(
             f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
             f"that MegatronStrategy has saved ({error})"
         ]
-    own, known = getattr(data, "tokenizer_digest", None), tables.objects.get("tokenizer_digest")
+    try:
+        own = getattr(data, "tokenizer_digest", None)
+    except (OSError, ValueError, ImportError):
+        own = None  # the data module's own check says what is wrong with its tokenizer
+    known = tables.objects.get("tokenizer_digest")
     if None not in (own, known) and own != known:
         return [
             f"ckpt_path={str(path)!r}: it was trained with the tokenizer {known}, that of the data "

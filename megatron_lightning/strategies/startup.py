@@ -125,8 +125,8 @@ def run_problems(
     problems += _cut_problems(strategy, module)
     if datamodule is not None:
         data_check = getattr(datamodule, "validate", None)
-        if data_check is not None:
-            problems += data_check()
+        wrong_data = [] if data_check is None else data_check()
+        problems += wrong_data
         global_size = getattr(datamodule, "global_batch_size", None)
         micro_size = config.micro_batch_size or getattr(datamodule, "micro_batch_size", None)
         if global_size is not None and micro_size is not None:
@@ -147,7 +147,7 @@ def run_problems(
                 f" {-(-seq_length // config.tensor_parallel_size) * config.tensor_parallel_size}"
             )
         pair_check = getattr(module, "check_data", None)
-        if pair_check is not None:
+        if pair_check is not None and not wrong_data:  # else nothing is known of its vocabulary
             problems += pair_check(datamodule)
     return problems
 

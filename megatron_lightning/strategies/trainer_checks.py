@@ -31,6 +31,7 @@ from torchmetrics import Metric
 
 from megatron_lightning.strategies.precision_checks import precision_problems
 from megatron_lightning.strategies.sharding_checks import sharding_problems
+from megatron_lightning.strategies.trainer_numbers import number_problems
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.mesh_strategy import MeshStrategy
@@ -296,4 +297,5 @@ _RULES: tuple[Rule, ...] = (
     _metrics_in_pipeline,
     sharding_problems,
     precision_problems,
+    number_problems,
 )

@@ -22,6 +22,7 @@ from megatron_lightning.data.modules.evaluation_checks import (
     nothing_there,
     waiting_for_validation,
 )
+from megatron_lightning.data.modules.interval import interval_errors
 from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.samplers import GlobalBatchSampler
@@ -173,6 +174,11 @@ class TokenDataModule(LightningDataModule):
             "and set micro_batch_size"
         ]
 
+    def _interval_errors(self, trainer: Trainer, samples: int) -> list[str]:
+        whole = self.batch_size_schedule.batches_until(samples)
+        some_left = self.batch_size_schedule.samples_after(whole) < samples and not self.drop_last
+        return interval_errors(trainer, whole + some_left)
+
     def _rampup_errors(self) -> list[str]:
         try:
             sizes = self.batch_size_schedule.sizes[:-1]
@@ -230,7 +236,7 @@ class TokenDataModule(LightningDataModule):
         self._shares.clear()
         if stage == "fit":
             self._loader, self._loaded = None, None
-            wanted = self._samples_wanted()
+            wanted = self._samples_wanted(self.trainer)
             self._train = self._build_train(wanted)
             length = len(self._train)
             self._train_samples = length if wanted is None else min(wanted, length)
@@ -241,6 +247,8 @@ class TokenDataModule(LightningDataModule):
                     f"{self._train_samples} samples of {self.seq_length} tokens: lower the batch "
                     "size or seq_length, or ask for more with num_train_samples"
                 )
+            if self.trainer is not None:
+                self._raise(self._interval_errors(self.trainer, self._train_samples))
         if stage in ("fit", "validate"):
             self._evaluation["valid"] = self._build_evaluation("valid")
             self._check_evaluation("valid", stage)
@@ -271,11 +279,12 @@ class TokenDataModule(LightningDataModule):
             raise ValueError(message)
         rank_zero_warn(f"No validation: {message}")
 
-    def _samples_wanted(self) -> int | None:
+    def _samples_wanted(self, trainer: Trainer | None) -> int | None:
         """Samples that the run will use, None when a pass over the data is an epoch."""
-        if self.num_train_samples is not None or self.trainer is None or self.trainer.max_steps < 1:
+        if self.num_train_samples is not None or trainer is None or trainer.max_steps < 1:
             return self.num_train_samples
-        batches = self.trainer.max_steps * self.trainer.accumulate_grad_batches
+        # Of less than 1 the strategy says what is wrong with it.
+        batches = trainer.max_steps * max(1, trainer.accumulate_grad_batches)
         return self.batch_size_schedule.samples_after(batches)
 
     # ------------------------------------------------------------------ loaders

@@ -207,9 +207,9 @@ class HFDataModule(TokenDataModule):
             append_eod=self.append_eod,
         )
 
-    def _samples_wanted(self) -> int | None:
+    def _samples_wanted(self, trainer: Trainer | None) -> int | None:
         streams = is_stream(self._open(self.train, "train"))
-        return super()._samples_wanted() if streams else None
+        return super()._samples_wanted(trainer) if streams else None
 
     def _build_train(self, samples: int | None) -> OrderedSource:
         dataset = self._open(self.train, "train")

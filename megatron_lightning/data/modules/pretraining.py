@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
+from lightning.pytorch import Trainer
+
 from megatron_lightning.data.blend import OrderedSource, build_blend
 from megatron_lightning.data.blend_spec import Blend, BlendLike, SetsLike, read_blend, read_sets
 from megatron_lightning.data.corpus import Vocabulary, corpus_errors, read_vocabulary
@@ -198,6 +200,12 @@ class PretrainingDataModule(TokenDataModule):
             return []
         blends = [blend for sets in self._evaluation_blends.values() for blend in sets.values()]
         return list(dict.fromkeys(path for b in [self._train_blend, *blends] for path in b.used))
+
+    def check_trainer(self, trainer: Trainer) -> list[str]:
+        """Returns what the Trainer asks for and the data cannot give."""
+        errors = super().check_trainer(trainer)
+        wanted = self._samples_wanted(trainer)  # an epoch of them, however small the corpora are
+        return errors + ([] if wanted is None else self._interval_errors(trainer, wanted))
 
     def _evaluation_split(self) -> str | None:
         return None if self.has_own_evaluation else self.split

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.data.blend import OrderedSource
@@ -207,7 +208,7 @@ class SFTDataModule(TokenDataModule):
         """Identity of the tokenizer; kept in checkpoints."""
         return load_tokenizer(self.tokenizer).digest
 
-    def _samples_wanted(self) -> int | None:
+    def _samples_wanted(self, trainer: Trainer | None) -> int | None:
         return None  # an epoch is a pass over all samples, however many steps there are
 
     def _build_train(self, samples: int | None) -> OrderedSource:

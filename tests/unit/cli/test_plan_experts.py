@@ -103,7 +103,7 @@ def test_fields_of_experts_are_set_by_a_dot(capsys: pytest.CaptureFixture[str]) 
     moe = changed["model"]["config"]["moe"]
     assert (moe["router_topk"], moe["aux_loss_coeff"], moe["num_experts"]) == (3, 0.001, 8)
     assert "moe.router_topk=9 is above" in refusal(capsys, f"{TINY} --set moe.router_topk=9")
-    assert "not a field of MoEConfig" in refusal(capsys, f"{TINY} --set moe.topk=2")
+    assert "moe.topk is no field: it has num_experts" in refusal(capsys, f"{TINY} --set moe.topk=2")
 
 
 def test_verify_names_the_fields_that_it_changes() -> None:
