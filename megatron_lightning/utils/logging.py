@@ -6,9 +6,9 @@ handlers and levels apply. Nothing is configured at import time.
 
 import importlib.util
 import logging
+import sys
 from functools import cache
-
-import torch.distributed as dist
+from typing import Any
 
 from megatron_lightning.utils.env import Launch
 
@@ -17,7 +17,7 @@ _ROOT = "megatron_lightning"
 
 def current_rank() -> int:
     """Position of this process in the world: of the process group, or as the launcher said."""
-    if dist.is_available() and dist.is_initialized():
+    if (dist := _distributed()) is not None:
         return dist.get_rank()
     return Launch.from_environment().rank
 
@@ -69,6 +69,14 @@ class _RankPrefix(logging.Filter):
 
 
 def _world_size() -> int:
-    if dist.is_available() and dist.is_initialized():
+    if (dist := _distributed()) is not None:
         return dist.get_world_size()
     return Launch.from_environment().world_size
+
+
+def _distributed() -> Any:
+    """`torch.distributed` where there is a process group. Torch is not imported for it: help and
+    messages do without.
+    """
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
