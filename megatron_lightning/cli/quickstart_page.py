@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lightning import __version__
 from megatron_lightning.cli.loss_plot import Part, draw_losses
 from megatron_lightning.cli.quickstart_run import Layout, Settings
+from megatron_lightning.utils.wording import counted
 
 _WIDTH = 88
 
@@ -28,11 +29,11 @@ def page(summary: dict[str, Any], output: Path) -> str:
         ),
         (
             f"steps 1-{steps['first']}",
-            f"{layouts['first']}, {layouts['first'].devices} {device} ranks",
+            f"{layouts['first']}, {counted(layouts['first'].devices, f'{device} rank')}",
         ),
         (
             f"steps {steps['first'] + 1}-{steps['total']}",
-            f"{layouts['resumed']}, {layouts['resumed'].devices} {device} ranks",
+            f"{layouts['resumed']}, {counted(layouts['resumed'].devices, f'{device} rank')}",
         ),
         (
             "validation loss",

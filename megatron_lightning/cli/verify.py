@@ -39,6 +39,7 @@ from megatron_lightning.cli.verify_source import Source, from_config, from_prese
 from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.models.presets import PRESETS
 from megatron_lightning.utils.env import provide
+from megatron_lightning.utils.wording import counted
 
 EXIT_DIFFERENT = 1
 SMALLEST_LAYOUTS = ("tp2+sp", "tp4+sp", "tp8+sp", "tp8+sp+pp2", "tp8+sp+pp4")
@@ -139,8 +140,8 @@ def _accelerator(options: argparse.Namespace, candidates: Sequence[Candidate]) -
     there = torch.cuda.device_count()
     if options.accelerator == "gpu" and there < most:
         raise UserError(
-            f"--accelerator gpu: the largest layout needs {most} GPUs and {there} are here; leave"
-            " layouts out, or use --accelerator cpu"
+            f"--accelerator gpu: the largest layout needs {counted(most, 'GPU')} and"
+            f" {there} are here; leave layouts out, or use --accelerator cpu"
         )
     if options.accelerator == "auto":
         return "gpu" if there >= most else "cpu"

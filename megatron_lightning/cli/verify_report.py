@@ -10,6 +10,7 @@ from megatron_lightning.cli.verify_findings import Finding
 from megatron_lightning.cli.verify_run import Outcome, Verification
 from megatron_lightning.cli.verify_source import Source
 from megatron_lightning.cli.verify_tolerances import Limits
+from megatron_lightning.utils.wording import counted
 
 SHOWN_FINDINGS = 8
 
@@ -90,7 +91,7 @@ def as_markdown(verification: Verification) -> str:
         "",
         f"{settings.steps} steps in {source.precision} on {settings.accelerator}, seed"
         f" {settings.seed}. Baseline: {verification.baseline.name}"
-        f" ({verification.baseline.world_size} ranks).",
+        f" ({counted(verification.baseline.world_size, 'rank')}).",
         "",
     ]
     lines += [f"- {note}" for note in (*source.notes, *verification.warnings)]

@@ -27,6 +27,7 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.validate import check_layout, check_world
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.startup import run_problems
+from megatron_lightning.utils.wording import counted
 
 Plant = Callable[[int], None]
 """Called in a candidate's rank before it trains: where tests break something."""
@@ -220,7 +221,7 @@ def exactly(config: ParallelConfig) -> ParallelConfig:
 
 
 def _ranks(candidate: Candidate) -> str:
-    return "1 rank" if candidate.world_size == 1 else f"{candidate.world_size} ranks"
+    return counted(candidate.world_size, "rank")
 
 
 def _warnings(source: Source) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from megatron_lightning.config.parallel import ParallelConfig
+from megatron_lightning.utils.wording import counted
 
 
 def expert_problems(config: ParallelConfig) -> list[str]:
@@ -122,7 +123,7 @@ def expert_world_problems(config: ParallelConfig, world_size: int) -> list[str]:
         if fits:
             remedy = f"use expert_parallel_size of {fits}"
     return [
-        f"devices x num_nodes = {world_size} ranks: expert_parallel_size="
+        f"devices x num_nodes = {counted(world_size, 'rank')}: expert_parallel_size="
         f"{config.expert_parallel_size} x expert_tensor_parallel_size={config.expert_tensor_size}"
         f" x pipeline_parallel_size={config.pipeline_parallel_size} = {product} does not divide"
         f" it; {remedy}"

@@ -15,6 +15,7 @@ from megatron_lightning.config.expert_rules import expert_problems, expert_world
 from megatron_lightning.config.field_types import type_problems
 from megatron_lightning.config.graph_rules import graph_problems
 from megatron_lightning.config.parallel import ParallelConfig, ScheduleName
+from megatron_lightning.utils.wording import counted
 
 Rule = Callable[[ParallelConfig], str | None]
 
@@ -233,7 +234,7 @@ def check_world(config: ParallelConfig, world_size: int) -> list[str]:
         {max(product, world_size // product * product), (world_size // product + 1) * product}
     )
     return [
-        f"devices x num_nodes = {world_size} ranks: "
+        f"devices x num_nodes = {counted(world_size, 'rank')}: "
         f"tensor_parallel_size={config.tensor_parallel_size} x"
         f" pipeline_parallel_size={config.pipeline_parallel_size} x"
         f" context_parallel_size={config.context_parallel_size} = {product} does not divide it;"

@@ -22,6 +22,7 @@ from megatron_lightning.parallel.ranks import (
     mesh_sizes,
     shard_rank_lists,
 )
+from megatron_lightning.utils.wording import counted
 
 SINGLE_AXIS_NAMES = (
     "pp",
@@ -125,7 +126,7 @@ class ParallelMesh:
         ]
         if self.sizes["etp"] != self.sizes["tp"]:
             shown.append(f"etp={self.sizes['etp']}")
-        return f"{' '.join(shown) or 'one process'} ({self.world_size} ranks)"
+        return f"{' '.join(shown) or 'one process'} ({counted(self.world_size, 'rank')})"
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:

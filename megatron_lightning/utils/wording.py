@@ -8,7 +8,7 @@ _NUMBER_IN_NAME = re.compile(r"(?<=[A-Za-z_]\.)\d+\b|(?<![\w.])\d+(?=\.[A-Za-z_]
 
 def counted(count: int, noun: str, several: str | None = None) -> str:
     """The number with its noun: "1 GPU", "2 GPUs". `several`: plural, where it isn't noun + s."""
-    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+    return f"{count} {noun if count == 1 else several or noun + 's'}"
 
 
 def merge_alike(messages: Iterable[str]) -> list[str]:

@@ -43,7 +43,7 @@ def test_inspect_as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(["inspect", str(checkpoint), "--json", "--verify"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["megatron_lightning"] == __version__  # known without an installation
-    assert (found["global_step"], found["layout"]) == (2, "one process (1 ranks)")
+    assert (found["global_step"], found["layout"]) == (2, "one process (1 rank)")
     assert found["samples"] == 8  # two batches of four
     assert found["tokenizer_digest"] == "utf-8-bytes-256"
     assert found["hyper_parameters"]["config"]["hidden_size"] == 32
@@ -63,7 +63,7 @@ def test_inspect_as_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     for text in (
         f"megatron_lightning {__version__}, torch ",
-        "one process (1 ranks)",
+        "one process (1 rank)",
         "model.network.decoder.final_layernorm.weight",
         "float32 [257, 32]",
     ):

@@ -217,7 +217,7 @@ def test_wrong_option(options: list[str], message: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--trainer.strategy.tensor_parallel_size", "3"], "devices x num_nodes = 1 ranks"),
+        (["--trainer.strategy.tensor_parallel_size", "3"], "devices x num_nodes = 1 rank:"),
         (["--trainer.strategy.micro_batch_size", "0"], "micro_batch_size=0"),
         (["--trainer.strategy.pipeline.virtual_pipeline_size", "0"], "virtual_pipeline_size=0"),
     ],

@@ -105,7 +105,7 @@ def test_sizes_that_do_not_divide_the_world(sizes: dict[str, int], message: str)
 
 def test_mesh_of_one_process() -> None:
     mesh = ParallelMesh.single()
-    assert mesh.describe() == "one process (1 ranks)"
+    assert mesh.describe() == "one process (1 rank)"
     for name, axis in mesh.axes.items():
         assert (axis.name, axis.rank, axis.size, axis.group) == (name, 0, 1, None)
         assert axis.is_first

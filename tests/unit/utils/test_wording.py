@@ -8,7 +8,7 @@ def test_counted() -> None:
         "0 GPUs",
         "1 GPU",
         "2 GPUs",
-        "1,024 GPUs",
+        "1024 GPUs",
     ]
 
 
