@@ -46,6 +46,14 @@ def check_writable(**paths: str | None) -> None:
             )
 
 
+def check_folder(path: str) -> None:
+    """Refuse what can be no checkpoint folder, before torch is imported to read it."""
+    if Path(path).is_dir():
+        return
+    what = "it is a file" if Path(path).exists() else "there is no such folder"
+    raise UserError(f"checkpoint={path!r}: {what}; give a folder that MegatronStrategy has saved")
+
+
 def run_command(command: Callable[[list[str]], None], arguments: list[str], name: str) -> int:
     """Run a command; returns its exit status, after an input error has been printed."""
     try:

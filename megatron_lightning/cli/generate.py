@@ -6,7 +6,7 @@ The checkpoint may come from any layout; the whole model is loaded into this one
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lightning.cli.errors import Parser, UserError, wrong_input
+from megatron_lightning.cli.errors import Parser, UserError, check_folder, wrong_input
 
 if TYPE_CHECKING:
     from megatron_lightning.models import Sampling
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Print prompt and continuation."""
     options = _parser().parse_args(arguments)
-    if not Path(options.checkpoint).is_dir():
-        raise UserError(f"checkpoint={options.checkpoint!r}: there is no such folder")
+    check_folder(options.checkpoint)
     from megatron_lightning.checkpoint import CheckpointError
     from megatron_lightning.models import Sampling
 

@@ -21,7 +21,12 @@ def main(arguments: list[str]) -> None:
     path = Path(options.path)
     corpus = Path(f"{path}.idx").is_file() or Path(f"{path}.bin").is_file()
     if not corpus and not path.exists():
-        raise UserError(f"{path}: neither a checkpoint folder nor {path}.bin with {path}.idx")
+        raise UserError(
+            f"{path}: neither a checkpoint folder nor {path}.bin with {path}.idx; give the path of"
+            " one of them"
+        )
+    if not corpus and path.is_file():
+        raise UserError(f"{path} is a file; {_instead_of_file(path)}")
     from megatron_lightning.checkpoint import CheckpointError
 
     with wrong_input(CheckpointError):
@@ -33,6 +38,18 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(found, indent=1))
     else:
         show(rows)
+
+
+def _instead_of_file(path: Path) -> str:
+    from megatron_lightning.checkpoint.manifest import pickle_note
+
+    if path.suffix in (".bin", ".idx"):
+        return f"give the path of a corpus without suffix: {path.with_suffix('')}"
+    with wrong_input(), path.open("rb") as file:
+        note = pickle_note(file.read(4))
+    if note or path.suffix == ".safetensors":
+        return "`megatron-lightning convert` makes a checkpoint folder of it, which is shown"
+    return "give a checkpoint folder, or the path of a corpus without suffix"
 
 
 def _corpus(path: Path) -> Found:

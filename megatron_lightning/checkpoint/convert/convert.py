@@ -40,7 +40,7 @@ from megatron_lightning.checkpoint.convert.torch_dcp import (
     write_dcp,
 )
 from megatron_lightning.checkpoint.errors import CheckpointError
-from megatron_lightning.checkpoint.manifest import MANIFEST_FILE
+from megatron_lightning.checkpoint.manifest import MANIFEST_FILE, pickle_note
 from megatron_lightning.config.model import GPTConfig
 
 Kind = Literal["native", "safetensors", "torch-dcp", "megatron-core", "nemo", "lightning"]
@@ -128,9 +128,18 @@ def convert(
 def kind_of(path: Path) -> Kind:
     """What kind of checkpoint lies at `path`, by its files' names. Raises CheckpointError."""
     if path.is_file():
-        return "safetensors" if path.suffix == single_file.SUFFIX else "lightning"
+        if path.suffix == single_file.SUFFIX:
+            return "safetensors"
+        with open(path, "rb") as file:
+            is_pickled = bool(pickle_note(file.read(4)))
+        if not is_pickled:
+            raise CheckpointError(
+                f"{path} is no checkpoint: it is neither a *{single_file.SUFFIX} file nor one that"
+                " torch.save has written; give one of these, or a folder"
+            )
+        return "lightning"
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; give the file or folder of a checkpoint")
     if (path / MANIFEST_FILE).is_file():
         return "native"
     if (path / TABLE).is_file():
@@ -147,6 +156,10 @@ def kind_of(path: Path) -> Kind:
     )
 
 
+_FILES = ("safetensors", "lightning")
+"""Kinds that may be one file."""
+
+
 def _is_megatron_core(path: Path) -> bool:
     try:
         about = json.loads((path / "metadata.json").read_bytes())
@@ -157,6 +170,10 @@ def _is_megatron_core(path: Path) -> bool:
 
 def _check(source: Path, target: Path, kind: Kind, wanted: Kind, how: Conversion) -> None:
     problems = how.check()
+    if kind not in _FILES and source.is_file():
+        raise ValueError(
+            f"{source} is a file; a checkpoint of the kind {kind} is a folder: give it"
+        )
     if wanted not in WRITTEN:
         problems.append(f"target_kind={wanted!r}: only {', '.join(WRITTEN)} are written")
     if target.exists() or target.is_symlink():
