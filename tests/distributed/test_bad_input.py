@@ -13,7 +13,12 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
-from megatron_lightning.config import DataParallelConfig, PipelineConfig, RuntimeConfig
+from megatron_lightning.config import (
+    DataParallelConfig,
+    PipelineConfig,
+    QuantizationConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import PretrainingDataModule
@@ -166,6 +171,16 @@ def nccl_on_cpu() -> None:
     )
 
 
+def no_accumulation() -> None:
+    data = PretrainingDataModule(CORPUS, 16, 1, 2)
+    trainer(2, {}, accumulate_grad_batches=0).fit(gpt(), data)
+
+
+def no_experts() -> None:
+    low = QuantizationConfig(simulate=True, experts=True)
+    trainer(2, dict(quantization=low)).fit(gpt(), Batches(Run()))
+
+
 def optimizer_numbers() -> None:
     model = GPTModel(
         tiny_config(), OptimizerConfig(lr=-1.0), SchedulerConfig(lr_warmup_steps=-1, min_lr=0.0)
@@ -208,6 +223,8 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     unknown_size: ("2 problems", "tensor_parallel_size=0", "pipeline_parallel_size=-1"),
     unknown_backend: ("runtime.backend='nccl2'", "gloo", "None"),
     nccl_on_cpu: ("runtime.backend='nccl'", "accelerator='cpu'", "gloo"),
+    no_accumulation: ("1 problem", "accumulate_grad_batches=0", "at least 1"),
+    no_experts: ("1 problem", "quantization.experts=True", "experts=False"),
     optimizer_numbers: ("optimizer.lr=-1.0", "scheduler.lr_warmup_steps=-1"),
     finetuning_of_shards: ("BackboneFinetuning", "sharding='optimizer'", "use sharding='none'"),
     finetuning_of_masters: ("BackboneFinetuning", "precision='bf16-mixed'", "masters"),

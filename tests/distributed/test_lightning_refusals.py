@@ -154,7 +154,7 @@ BEFORE_START: dict[str, tuple[tuple[str, ...], str, Make]] = {
     ),
     "compiled_in_plan": (
         ("tp", "pp"),
-        "no row matches parameter '_orig_mod.0.weight'",
+        r"no row matches parameter '_orig_mod\.\*\.weight'",
         with_module(Compiled),
     ),
     "backward_hook": (("dp", "tp", "pp"), "Backward.backward", with_module(Backward)),

@@ -182,6 +182,12 @@ def quantization_problems(
         is_expert = hasattr(module, "quantized_experts")
         size = expert_tensor_size if is_expert else tensor_size
         problems += _size_problems(path, module, plan, config, size)
+    has_experts = any(hasattr(module, "quantized_experts") for module in network.modules())
+    if config.experts and not has_experts:
+        problems.append(
+            f"quantization.experts=True: {type(network).__name__} has no layer of experts; set"
+            " experts=False, or give the model some (config.moe)"
+        )
     unused = [
         glob
         for glob in config.exclude
