@@ -76,13 +76,33 @@ class SplitLinear(nn.Linear):
     """Set when the schedule splits backwards."""
     quantized: QuantizedProducts | None = None
     """Set where the layer's products run in low precision."""
+    takes_whole: tuple[str, int] | None = None
+    """Of a column-split layer, which takes the whole input: its path, and the tensor ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features); sizes are those of the weight held."""
+        """(..., in_features) -> (..., out_features); sizes are those of the weight held.
+
+        ValueError where a column-split layer gets features that were split before.
+        """
+        if self.takes_whole is not None and input.shape[-1] != self.weight.shape[1]:
+            raise ValueError(self._split_input(*self.takes_whole, input.shape[-1]))
         apart = self.quantized or self.weight_sink
         if apart is None:
             return self._forward(input)
         return apart.run(self._forward, input, sums=False)
+
+    def _split_input(self, path: str, size: int, features: int) -> str:
+        wanted = self.weight.shape[1]
+        told = (
+            f"plan.splits: {path}.weight is split by column(), so the layer takes its whole input"
+            f" of {wanted} features, and gets {features}"
+        )
+        if features * size != wanted:
+            return f"{told}; check the sizes of the layers before it"
+        return (
+            f"{told}: the part of one of {size} tensor ranks, which a column-split layer before it"
+            " gives; split this one by row(), or that one by column(gather_output=True)"
+        )
 
     def _forward(self, input: Tensor) -> Tensor:
         bias = None if self.sums_output else self.bias

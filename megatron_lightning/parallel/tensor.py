@@ -29,7 +29,7 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap.layers import Overlap
-from megatron_lightning.parallel.plain_layers import adopt
+from megatron_lightning.parallel.plain_layers import SplitLinear, adopt
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.tensor_checks import (
     ModuleSplits,
@@ -271,6 +271,8 @@ def _set_column(
         module.collect = gather
     if isinstance(module, nn.Linear):
         module.out_features = module.weight.shape[0]
+    if isinstance(module, SplitLinear):
+        module.takes_whole = (splits.path, axis.size)
 
 
 def _set_row(

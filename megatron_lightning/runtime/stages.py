@@ -169,6 +169,20 @@ def _call_count_message(calls: int) -> str:
     )
 
 
+_STAGED = ("begin", "apply_layer", "finish")
+"""What a network tells a pipeline."""
+
+
+def _staged(network: nn.Module) -> str:
+    """What else a network needs for stages, if it does."""
+    if all(callable(getattr(network, name, None)) for name in _STAGED):
+        return ""
+    return (
+        f"and make {type(network).__name__} a megatron_lightning.layers.StagedNetwork, which says"
+        " what comes before and behind the layers; "
+    )
+
+
 def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
     """Names of the layers that the pipeline deals out, in order.
 
@@ -181,14 +195,10 @@ def layer_names(network: nn.Module, plan: ParallelPlan) -> list[str]:
         raise ValueError(
             "plan.layers=None with pipeline_parallel_size > 1: name the ModuleList or ModuleDict "
             "of layers, e.g."
-            " ParallelPlan(layers='decoder.layers', first=('embedding',), last=('head',)), or "
-            "use an nn.Sequential"
+            " ParallelPlan(layers='decoder.layers', first=('embedding',), last=('head',)), "
+            f"{_staged(network)}or use an nn.Sequential"
         )
-    missing = [
-        name
-        for name in ("begin", "apply_layer", "finish")
-        if not callable(getattr(network, name, None))
-    ]
+    missing = [name for name in _STAGED if not callable(getattr(network, name, None))]
     if missing:
         raise ValueError(
             f"{type(network).__name__} lacks {missing}, which pipeline_parallel_size > 1 needs; "
