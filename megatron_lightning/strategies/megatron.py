@@ -253,7 +253,6 @@ class MegatronStrategy(NamesArguments, ModelStrategy):
         self.saves.state_changes()
         if self._update is not None:
             self._update.take_changes()
-        self.parallel_model.look_for_unfrozen()
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(batch, *args, **kwargs)  # type: ignore[union-attr]
 
