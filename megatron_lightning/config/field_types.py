@@ -53,6 +53,15 @@ def type_problems(config: Any, prefix: str = "", *, choices: bool = False) -> li
     return found
 
 
+def not_whole(values: Mapping[str, Any]) -> list[str]:
+    """Values by name that are no whole numbers, as sentences; None is taken for not given."""
+    return [
+        f"{name}={value!r}{problem}"
+        for name, value in values.items()
+        if value is not None and (problem := _problem(value, int))
+    ]
+
+
 def wrong_kind(value: Any, kind: Any, *, or_none: bool) -> str:
     """What is said behind a name whose value is no such config: "={}: give an ...Config(...)"."""
     wanted = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}(...)"

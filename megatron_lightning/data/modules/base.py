@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from megatron_lightning.config.field_types import not_whole
+from megatron_lightning.config.names import NamesArguments
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data.blend import OrderedSource
 from megatron_lightning.data.loader import Batch, StatefulLoader, stack_samples
@@ -33,7 +35,7 @@ EvaluationSets = Mapping[str | int, OrderedSource]
 """Data sets by name, or by number where Lightning's names are to be used ("" for a single one)."""
 
 
-class TokenDataModule(LightningDataModule):
+class TokenDataModule(NamesArguments, LightningDataModule):
     """Abstract: loaders over the data sets that a subclass builds.
 
     A subclass sets its own fields, then calls `_raise_if_wrong()` at the end of its constructor. It
@@ -114,15 +116,18 @@ class TokenDataModule(LightningDataModule):
     # ------------------------------------------------------------------ checks
 
     def _argument_errors(self) -> list[str]:
+        counts: Sequence[tuple[str, Any, int]] = (
+            ("seq_length", self.seq_length, 1),
+            ("micro_batch_size", self.micro_batch_size, 1),
+            ("global_batch_size", self.global_batch_size, 1),
+            ("num_train_samples", self.num_train_samples, 1),
+            ("num_workers", self.num_workers, 0),
+        )
+        if wrong := not_whole({name: value for name, value, _ in counts} | {"seed": self.seed}):
+            return wrong  # the rules about values would stumble over them
         errors = [
             f"{name}={value} must be at least {least}"
-            for name, value, least in (
-                ("seq_length", self.seq_length, 1),
-                ("micro_batch_size", self.micro_batch_size, 1),
-                ("global_batch_size", self.global_batch_size, 1),
-                ("num_train_samples", self.num_train_samples, 1),
-                ("num_workers", self.num_workers, 0),
-            )
+            for name, value, least in counts
             if value is not None and value < least
         ]
         micro, batch = self.micro_batch_size, self.global_batch_size
