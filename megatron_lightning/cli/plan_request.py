@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast, get_args, get_type_hints
 
 from megatron_lightning.cli.config_file import read_mapping
+from megatron_lightning.cli.config_names import check_names
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.names import remedy
@@ -174,6 +175,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = Path(path)
     content = read_mapping(path, "trainer, model and data")
+    check_names(content, path)
     trainer, data = content.get("trainer") or {}, arguments_of(content.get("data"))
     found: dict[str, Any] = {"model_name": file.stem}
     found |= _model(content.get("model") or {}, path)

@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
 
 from megatron_lightning.cli.config_file import read_mapping
+from megatron_lightning.cli.config_names import check_names
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.cli.plan_request import arguments_of, build_config, layout_of_section
 from megatron_lightning.config.model import GPTConfig
@@ -131,6 +132,7 @@ def from_config(path: str, *, changes: Mapping[str, Any], synthetic: bool = Fals
     `changes` are fields of a GPTModel's config (reductions). UserError names what can't be used.
     """
     content = read_mapping(path, "trainer, model and data")
+    check_names(content, path)
     if "model" not in content:
         raise UserError(f"--config {path}: it has no model section")
     trainer = content.get("trainer") or {}

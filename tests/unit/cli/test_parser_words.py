@@ -213,3 +213,23 @@ def test_message_of_an_unknown_form_stays() -> None:
     given = Given(["fit"])
     assert explain("unrecognized arguments: extra", given) is None
     assert explain("Parser key \"model\":\n  - Unable to load config '{a:'", given) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"dat": {}}, "dat: there is no such section; do you mean data?"),
+        ({"trainer": {"max_step": 1}}, "trainer.max_step: there is no such option; do you mean tr"),
+        ({"model": {"optimiser": {}}}, "model.optimiser: there is no such option; do you mean mo"),
+        ({"data": {"path": "x"}}, "data.path: there is no such option; do you mean data.paths?"),
+    ],
+)
+def test_unknown_names_in_files_that_are_only_read(
+    section: dict[str, object], told: str, fit_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(fit_file.read_text()) | section))
+    for run, more in ((plan.main, ["--gpus", "1"]), (verify.main, ["--layouts", "dp2"])):
+        with pytest.raises(UserError) as error:
+            run(["--config", str(path), *more])
+        assert str(error.value).startswith(f"{path}: {told}")
