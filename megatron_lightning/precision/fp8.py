@@ -8,6 +8,8 @@ dim is a multiple of 16 (zeros behind the tokens, which change neither scales no
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -269,6 +271,11 @@ def _scaled(
     """The product a b^T with a scale for each factor, or for each of their rows."""
     assert a.scale is not None
     assert b.scale is not None
+    if a.values.device.type == "cpu" and b.scale.numel() > 1 and not _cpu_scales_rows():
+        one = torch.ones(())
+        y = torch._scaled_mm(a.values, b.values.t(), one, one, out_dtype=torch.float32)
+        y = (y * a.scale * b.scale.t()).to(dtype)
+        return y if out is None else out.copy_(y)
     return torch._scaled_mm(
         a.values,
         b.values.t(),
@@ -278,3 +285,14 @@ def _scaled(
         use_fast_accum=forward,
         out=out,
     )
+
+
+@functools.cache
+def _cpu_scales_rows() -> bool:
+    """Whether torch's product on the CPU takes a scale for each row; that of torch 2.11 doesn't."""
+    values, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(values, values.t(), scale, scale.t(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True

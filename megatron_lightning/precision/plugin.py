@@ -130,8 +130,11 @@ class MegatronPrecision(Precision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Leave batches of a network with a plan alone: loss masks stay float32."""
-        return data if self.has_plan else self.wrapped.convert_input(data)
+        """Leave batches of a network with a plan alone: loss masks stay float32. They are converted
+        to float64, which loses nothing.
+        """
+        keep = self.has_plan and self.precision != "64-true"
+        return data if keep else self.wrapped.convert_input(data)
 
     @override
     def convert_output(self, data: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau
 
@@ -356,10 +357,23 @@ def test_the_feature_changes_the_training(scenario: Any, plain: str) -> None:
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
 def test_low_precision_trains_alike(layout: str, precision: str, tmp_path: Path) -> None:
     """Losses as Lightning's in one process, to what bfloat16 resolves."""
+    if layout != "dp" and not mean_squares_take_two_dtypes():
+        pytest.skip("mse_loss of this torch has no gradient where its arguments' dtypes differ")
     scenario = {"bf16-mixed": mixed, "bf16-true": low}[precision]
     want = facts_of("one", (scenario,))[0][scenario.__name__]["losses"]
     for rank in facts_of(layout, (scenario,)):
         assert rank[scenario.__name__]["losses"] == pytest.approx(want, rel=0.05, abs=0.02)
+
+
+def mean_squares_take_two_dtypes() -> bool:
+    """Not so in torch 2.11: docs/own_modules.md says what to write there."""
+    try:
+        F.mse_loss(
+            torch.ones(1, dtype=torch.bfloat16, requires_grad=True), torch.ones(1)
+        ).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def mixed(case: Case) -> dict[str, Any]:

@@ -205,4 +205,4 @@ for _name, _run, _shape in (
     ("linear_scatter_backward", _run_both(run_linear_scatter_backward), _backward_shapes),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megatron_lightning::{_name}", _shape)
+    torch.library.register_fake(f"megatron_lightning::{_name}", _shape, lib=_library)

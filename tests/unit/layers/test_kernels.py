@@ -1,9 +1,5 @@
 """Triton kernels against torch: in triton's interpreter where there is no GPU, and on one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +10,7 @@ from megatron_lightning.layers.loss import vocabulary_cross_entropy
 from megatron_lightning.layers.moe.permute import permute, sort_by_expert, unpermute
 from megatron_lightning.layers.moe.routing import Routing
 from megatron_lightning.parallel.axes import MeshAxis
+from tests.interpreter import run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float64: 1e-14}
@@ -224,8 +221,4 @@ torch.testing.assert_close(row_sums.sum_rows(rows, places, dropped), wanted)
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="the tests on CUDA show the same")
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton runs kernels on the CPU in its interpreter")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(INTERPRETED)

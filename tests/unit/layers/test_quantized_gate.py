@@ -1,8 +1,5 @@
 """A gated MLP in FP8 in a compiled region: the numbers of its layers one by one."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from megatron_lightning.precision.operands import Recipe
+from tests.interpreter import run_interpreted
 
 NAMES = ("linear_fc1", "linear_fc2")
 
@@ -170,13 +168,9 @@ def check_kernels(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="the test on CUDA shows the same")
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton runs kernels on the CPU in its interpreter")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     program = "from tests.unit.layers.test_quantized_gate import check_kernels as check, torch\n"
     program += "check('cpu', torch.bfloat16); check('cpu', torch.float32)"
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(program)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,6 @@
 GPU.
 """
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from torch.nn import Parameter
 
 from megatron_lightning.optim import adam_pass
 from megatron_lightning.optim.adam_pass import AdamPass, all_fit, can_pass
+from tests.interpreter import run_interpreted
 
 SHAPES = [(5000,), (3, 7), (64, 65), ()]
 
@@ -152,9 +150,7 @@ check_stages("cpu")
 
 
 def test_step_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
+    run_interpreted(INTERPRETED)
 
 
 def test_which_optimizers_the_pass_stands_in_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,6 @@ the other, and what torch's grouped product is given.
 """
 
 import copy
-import os
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -33,6 +30,7 @@ from megatron_lightning.precision.fp8_casts import cast_stack_columns
 from megatron_lightning.precision.grouped import ExpertRecipe
 from megatron_lightning.precision.operands import Operand, Role, identity
 from tests.harness import run_ranks
+from tests.interpreter import run_interpreted
 
 COUNTS = (3, 0, 20, 9)
 ROWS, IN, OUT = 40, 64, 96  # eight rows of garbage behind the counts
@@ -397,11 +395,7 @@ assert torch.equal(values[:, :80].float(), want.values.float())
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="the tests on CUDA show the same")
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton runs kernels on the CPU in its interpreter")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-c", KERNELS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(KERNELS)
 
 
 def test_stacked_casts_take_largest_values_over_ranks() -> None:

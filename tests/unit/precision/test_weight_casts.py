@@ -1,9 +1,5 @@
 """Weights cast together, bit for bit what each is alone: the kernels in triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +8,7 @@ from megatron_lightning.parallel.quantized import apply as quantizations
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.operands import Pair
 from megatron_lightning.precision.weight_casts import WeightCasts, fit
+from tests.interpreter import run_interpreted
 from tests.unit.parallel.test_quantized_region import Layer, quantize
 
 SHAPES = [(48, 32), (160, 272), (16, 16), (256, 64)]
@@ -59,9 +56,7 @@ for dtype in (torch.bfloat16, torch.float16):
 
 
 def test_casts_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton runs kernels on the CPU in its interpreter")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
+    run_interpreted(INTERPRETED)
 
 
 class Casts:
