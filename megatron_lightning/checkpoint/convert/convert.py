@@ -132,7 +132,7 @@ def kind_of(path: Path) -> Kind:
             return "safetensors"
         with open(path, "rb") as file:
             is_pickled = bool(pickle_note(file.read(4)))
-        if not is_pickled:
+        if not is_pickled and path.suffix not in _PICKLE_SUFFIXES:
             raise CheckpointError(
                 f"{path} is no checkpoint: it is neither a *{single_file.SUFFIX} file nor one that"
                 " torch.save has written; give one of these, or a folder"
@@ -156,6 +156,8 @@ def kind_of(path: Path) -> Kind:
     )
 
 
+_PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth")
+"""Names that say so where the beginning doesn't: the oldest pickles have no signature."""
 _FILES = ("safetensors", "lightning")
 """Kinds that may be one file."""
 
