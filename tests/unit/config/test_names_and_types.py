@@ -147,7 +147,8 @@ def test_fields_of_changes() -> None:
     config = GPTConfig(**SIZES, moe=MoEConfig(num_experts=2))
     with pytest.raises(ValueError, match="hidden_sise is no field: do you mean hidden_size"):
         config.with_changes(hidden_sise=3)
-    with pytest.raises(ValueError, match=r"moe.router_top is no field: do you mean moe.router_topk"):
+    message = r"moe.router_top is no field: do you mean moe.router_topk"
+    with pytest.raises(ValueError, match=message):
         config.with_changes(**{"moe.router_top": 3})
 
 
