@@ -84,10 +84,12 @@ class ExportOptions:
         if self.push_to_hub is not None:
             hub.check_repo_id(self.push_to_hub)
 
-    def check_tokenizer(self) -> None:
-        """ValueError where it is not there or none; the first rank alone reads it."""
+    def check_tokenizer(self, vocab_size: int) -> None:
+        """ValueError where it is not there, is none, or has ids that a model of `vocab_size` has
+        not; the first rank alone reads it.
+        """
         if self.tokenizer is not None:
-            companions_of_tokenizer(self.tokenizer)
+            companions_of_tokenizer(self.tokenizer, vocab_size)
 
     def with_facts(self, facts: Facts) -> ExportOptions:
         """The same with these facts in the model card, beneath those given."""

@@ -15,6 +15,7 @@ from megatron_lightning.bridge.family import TOKEN_FIELDS
 from megatron_lightning.bridge.folder import COMPANIONS
 from megatron_lightning.bridge.placing import write_json
 from megatron_lightning.data.tokenizer import BYTES, special_tokens
+from megatron_lightning.utils.logging import warn_once
 
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _TOKENIZERS = (
@@ -86,10 +87,13 @@ def companions_of_tokenizer(
     if digest is not None and not path.is_dir() and digest != found:  # a folder may be a later copy
         raise ValueError(
             f"{label} is {found}, the model was trained with {digest}: give the tokenizer that it"
-            " was trained with"
+            " was trained with, or a folder that holds another form of it"
         )
     outside = {name: n for name, n in tokens.values() if vocab_size is not None and n >= vocab_size}
-    if outside:
+    if outside and path.is_dir():  # a token added for padding, say, that the model never sees
+        warn_once(f"{label}: config.json names none of its tokens beyond the model's: {outside}")
+        tokens = {role: token for role, token in tokens.items() if token[0] not in outside}
+    elif outside:
         raise ValueError(
             f"{label}: its tokens {outside} are beyond the {vocab_size} ids of the model; give the"
             " tokenizer that it was trained with"

@@ -26,6 +26,7 @@ from megatron_lightning.bridge.folder import CONFIG
 from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES
 from megatron_lightning.bridge.writing import Export, Shares
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
+from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.models import MegatronModule
 from megatron_lightning.utils.logging import get_logger
 
@@ -130,8 +131,10 @@ class HFExport(L.Callback):
                 " architecture of transformers is known for it; leave the callback out"
             )
         target_of(pl_module, self._options.architecture)
+        config = pl_module.config
+        assert isinstance(config, GPTConfig), "others have no architecture"
         if trainer.is_global_zero:
-            self._options.check_tokenizer()
+            self._options.check_tokenizer(config.vocab_size)
         if pl_module.lora is not None and self._merge_adapters is None:
             raise ValueError(
                 "HFExport: the module has adapters; give merge_adapters=True to write weights with"

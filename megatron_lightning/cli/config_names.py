@@ -15,8 +15,8 @@ from megatron_lightning.data import PretrainingDataModule
 from megatron_lightning.models.gpt import GPTModel
 
 SECTIONS = ("trainer", "model", "data", "seed_everything", "ckpt_path", "weights_only")
-_OF_OTHERS = ("verbose", "return_predictions")
-"""What `validate`, `test` and `predict` take besides."""
+_OF_OTHERS = ("verbose", "return_predictions", "optimizer", "lr_scheduler")
+"""What `validate`, `test`, `predict` and command lines of a user's own take besides."""
 _KINDS: Mapping[str, type] = {
     "trainer": pl.Trainer,
     "model": GPTModel,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +45,7 @@ class Given:
         self.files = {
             value: read_mapping(value, "trainer, model and data")
             for name, value in self.options
-            if name in ("config", "c") and value and "\n" not in value and value[:1] not in "{["
+            if name in ("config", "c") and value and _is_file_name(value)
         }
 
     def place(self, path: str) -> str:
@@ -91,6 +92,14 @@ class Given:
         return _DEFAULTS.get(section)
 
 
+def _is_file_name(value: str) -> bool:
+    """Not for YAML itself, addresses, and what the parser alone may read, since only once."""
+    if "\n" in value or value[:1] in "{[" or "://" in value or value == "-":
+        return False
+    path = Path(value)
+    return path.is_file() or path.is_dir() or not path.exists()
+
+
 def _options(arguments: Sequence[str]) -> Sequence[tuple[str, str | None]]:
     found: list[tuple[str, str | None]] = []
     for place, argument in enumerate(arguments):
@@ -126,9 +135,11 @@ def class_names(section: str) -> Sequence[str]:
 def class_named(name: str) -> Any:
     """The class or function of that name; None if it isn't found."""
     home, dot, last = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")) or Path(name).is_file():
+        return None
     if not dot:
         return next((getattr(one, name) for one in _HOMES if hasattr(one, name)), None)
     try:
         return getattr(importlib.import_module(home), last, None)
-    except ImportError:
+    except Exception:  # a user's module may raise anything, which the parser will tell
         return None

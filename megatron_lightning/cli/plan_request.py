@@ -75,9 +75,9 @@ HARDWARE = {
         ),
     )
 }
+"""By name. Bytes of memory are what a process can use."""
 DEFAULT_GPU = "h200"
 """Kind of GPU where none is named: the one that this package was measured on."""
-"""By name. Bytes of memory are what a process can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def read_config(path: str) -> dict[str, Any]:
     if isinstance(devices, int) and devices > 0:
         found["gpus"] = devices * int(trainer.get("num_nodes", 1))
         found["gpus_per_node"] = devices
-    found["precision"] = str(trainer["precision"]) if "precision" in trainer else "32-true"
+    found["precision"] = str(trainer.get("precision") or "32-true")
     return {name: value for name, value in found.items() if value is not None}
 
 

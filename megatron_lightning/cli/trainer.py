@@ -133,9 +133,12 @@ def meant_strategy(name: str) -> str | None:
 
 
 def strategy_class(strategy: Any) -> type | None:
-    """The class that a parsed `trainer.strategy` names; None for a name of Lightning's."""
+    """The class that a parsed `trainer.strategy` names; None for a name of Lightning's,
+    and for a function that makes one.
+    """
     path = getattr(strategy, "class_path", None)
-    return None if path is None else class_named(path)
+    kind = None if path is None else class_named(path)
+    return kind if isinstance(kind, type) else None
 
 
 def main(arguments: list[str]) -> None:

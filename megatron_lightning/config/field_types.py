@@ -24,7 +24,11 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    """Of a user's subclass whose annotations name what can't be found here, those of its base."""
+    try:
+        return get_type_hints(kind)
+    except NameError:
+        return {} if kind.__base__ is None else _hints(kind.__base__)
 
 
 def type_problems(config: Any, prefix: str = "", *, choices: bool = False) -> list[str]:

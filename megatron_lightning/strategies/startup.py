@@ -5,6 +5,7 @@ is reported.
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -209,8 +210,12 @@ def _allowed_by(module: LightningModule, config: ParallelConfig) -> Callable[[in
     own_check = getattr(module, "check_parallel", None)
     if own_check is None:
         return lambda size: True
-    anyway = set(own_check(replace(config, tensor_parallel_size=1)))
-    return lambda size: set(own_check(replace(config, tensor_parallel_size=size))) <= anyway
+
+    @functools.cache
+    def problems(size: int) -> frozenset[str]:
+        return frozenset(own_check(replace(config, tensor_parallel_size=size)))
+
+    return lambda size: problems(size) <= problems(1)
 
 
 def _is_built_later(strategy: MeshStrategy, module: LightningModule) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,10 @@ from lightning.pytorch import Trainer
 def number_problems(_: Any, trainer: Trainer, __: Any) -> Iterator[str]:
     """Yield explained problems of numbers that are out of range whatever is trained."""
     clip = trainer.gradient_clip_val
-    if clip is not None and not clip >= 0:  # also nan
+    if clip is not None and math.isnan(clip):
         yield (
-            f"gradient_clip_val={clip}: gradients are clipped to a norm or value above 0; give a"
-            " positive number, e.g. 1.0, or None for no clipping"
+            f"gradient_clip_val={clip}: it must be a number, e.g. 1.0; None, 0 and less mean no"
+            " clipping"
         )
     batches = trainer.accumulate_grad_batches
     if batches < 1:

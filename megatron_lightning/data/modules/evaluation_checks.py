@@ -1,5 +1,6 @@
 """Whether there is something to validate or test on where the user meant that there is."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from megatron_lightning.data.splits import Part, parse_split, split_ranges
 
+_OF_VALIDATION = re.compile(r"val(id(ation)?)?([_/]|$)")
 _WORDS: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
 _WITHOUT: dict[Part, str] = {"valid": "1,0,0", "test": "99,1,0"}
 
@@ -56,10 +58,18 @@ def nothing_there(
 
 
 def waiting_for_validation(callbacks: Sequence[Callback]) -> list[str]:
-    """Returns the callbacks that go by a value of validation, in words."""
+    """Returns the callbacks that go by a value of validation and can't do without, in words."""
     return [
         f"{type(callback).__name__}(monitor={callback.monitor!r})"
         for callback in callbacks
         if isinstance(callback, (ModelCheckpoint, EarlyStopping))
-        and (callback.monitor or "").startswith("val")
+        and _OF_VALIDATION.match(callback.monitor or "")
+        and not _does_without(callback)
     ]
+
+
+def _does_without(callback: ModelCheckpoint | EarlyStopping) -> bool:
+    """Whether the user has said that it looks after training, or tolerates that there is none."""
+    if isinstance(callback, EarlyStopping):
+        return not callback.strict or bool(callback._check_on_train_epoch_end)
+    return bool(callback._save_on_train_epoch_end)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_the_command(vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert read(tmp_path / "out" / "config.json")["eos_token_id"] == 0
 
 
-def test_what_is_no_tokenizer_of_the_model_is_refused(vocabulary: Path, tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_of_the_model_is_refused(
+    vocabulary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "text.txt").write_text("")
@@ -119,6 +122,11 @@ def test_what_is_no_tokenizer_of_the_model_is_refused(vocabulary: Path, tmp_path
         companions_of_tokenizer(vocabulary, digest="sha256:0")
     with pytest.raises(ValueError, match=r"'<\|endoftext\|>': 0.*beyond the 0 ids"):
         companions_of_tokenizer(vocabulary, vocab_size=0)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(vocabulary, folder / "tokenizer.json")
+    assert not companions_of_tokenizer(folder, vocab_size=0).token_ids
+    assert "names none of its tokens beyond the model's" in caplog.text
 
 
 def test_messages_name_the_folder_that_is_asked_for(

@@ -1,14 +1,17 @@
 """Wrong options and files of `fit`: one message with path as typed, value and remedy."""
 
+import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from megatron_lightning import MegatronStrategy
 from megatron_lightning.cli import convert, plan, trainer, verify
 from megatron_lightning.cli.errors import UserError
-from megatron_lightning.cli.given import Given
+from megatron_lightning.cli.given import Given, class_named
 from megatron_lightning.cli.parser_words import explain
 
 
@@ -233,3 +236,30 @@ def test_unknown_names_in_files_that_are_only_read(
         with pytest.raises(UserError) as error:
             run(["--config", str(path), *more])
         assert str(error.value).startswith(f"{path}: {told}")
+
+
+def test_saved_configs_of_other_command_lines_are_read(fit_file: Path, tmp_path: Path) -> None:
+    path, content = tmp_path / "saved.yaml", yaml.safe_load(fit_file.read_text())
+    content |= {"optimizer": None, "lr_scheduler": None}
+    content["trainer"]["precision"] = None
+    path.write_text(yaml.safe_dump(content))
+    plan.main(["--config", str(path), "--gpus", "1"])
+
+
+def test_what_the_parser_alone_can_read_is_left_to_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for value in (str(pipe), "file:///no/such.yaml", "-", "{trainer: {devices: 1}}"):
+        assert not Given(["fit", "--config", value]).files
+
+
+def make_strategy(tp: int = 1) -> MegatronStrategy:
+    return MegatronStrategy(tensor_parallel_size=tp)
+
+
+def test_names_that_are_no_classes() -> None:
+    path = f"{__name__}.make_strategy"
+    assert class_named(path) is not None
+    assert trainer.strategy_class(Namespace(class_path=path)) is None
+    for name in ("./m.yaml", "m.yaml", "no.such.Class"):
+        assert class_named(name) is None

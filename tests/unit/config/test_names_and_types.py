@@ -20,6 +20,7 @@ from megatron_lightning.config import (
     RecomputeConfig,
     RuntimeConfig,
 )
+from megatron_lightning.config.field_types import type_problems
 from megatron_lightning.config.names import ELSEWHERE, known_paths
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
@@ -117,7 +118,7 @@ def test_a_whole_number_is_a_number() -> None:
         (GPTConfig, "moe_router_topk", "moe=MoEConfig(router_topk=...)?"),
         (MoEConfig, "num_expert", "do you mean num_experts?"),
         (OptimizerConfig, "learning_rate", "do you mean lr?"),
-        (PipelineConfig, "schedul", "do you mean schedule?"),
+        (PipelineConfig, "shedule_", "do you mean schedule?"),
     ],
 )
 def test_unknown_argument_names_the_one_that_is_meant(kind: Any, name: str, told: str) -> None:
@@ -128,8 +129,8 @@ def test_unknown_argument_names_the_one_that_is_meant(kind: Any, name: str, told
 
 
 def test_all_unknown_arguments_at_once() -> None:
-    with pytest.raises(TypeError, match="schedul is .* head_costs is no argument"):
-        PipelineConfig(schedul="gpipe", head_costs=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="shedule_ is .* head_costs is no argument"):
+        PipelineConfig(shedule_="gpipe", head_costs=2)  # type: ignore[call-arg]
 
 
 def test_names_of_other_programs_stand_for_names_that_there_are() -> None:
@@ -167,3 +168,10 @@ def test_a_subclass_has_its_own_arguments() -> None:
     assert Own(colour="red", micro_batch_size=2).config.micro_batch_size == 2
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         Own(colour="red", colours=2)
+
+
+def test_annotations_that_cannot_be_found_are_left_out() -> None:
+    class Unknown(OptimizerConfig):
+        other: "Nowhere" = 1  # type: ignore[name-defined]  # noqa: F821
+
+    assert type_problems(Unknown(lr="1")) == ["lr='1' must be a number"]  # type: ignore[arg-type]

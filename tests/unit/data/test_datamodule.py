@@ -20,6 +20,7 @@ from megatron_lightning.data import (
     split_ranges,
     train_byte_bpe,
 )
+from megatron_lightning.data.modules.evaluation_checks import waiting_for_validation
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -165,6 +166,14 @@ def test_validation_without_a_sequence_is_said(
         fit(module(one, split=None), max_steps=1)
     with pytest.raises(ConfigurationError, match=r"EarlyStopping\(monitor='val_loss'\) goes by"):
         fit(module(one, split=None), max_steps=1, callbacks=[EarlyStopping("val_loss")])
+    others = [
+        EarlyStopping("val_loss", strict=False),
+        EarlyStopping("val_loss", check_on_train_epoch_end=True),
+        EarlyStopping("value_loss"),
+        EarlyStopping("val_loss"),
+        EarlyStopping("validation/loss"),
+    ]
+    assert len(waiting_for_validation(others)) == 2
     for call, part in (("validate", "validation"), ("test", "testing")):
         with pytest.raises(ConfigurationError, match=f"gives {part} 0 of 1 sequences"):
             getattr(trainer(), call)(Recorder(), module(one, split=None))
