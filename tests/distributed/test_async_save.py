@@ -338,7 +338,7 @@ def test_a_failure_of_all_ranks_still_commits_and_leaves_no_process(tmp_path: Pa
 
 
 def test_wrong_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"checkpoint.asynchronous='yes': give True or False"):
+    with pytest.raises(ValueError, match=r"checkpoint.asynchronous='yes' must be True or False"):
         make_strategy(dict(checkpoint=CheckpointConfig(asynchronous="yes")))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give a CheckpointConfig"):
         make_strategy(dict(checkpoint=True))
