@@ -41,8 +41,6 @@ class LocalCheckpointConfig(NamesFields):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{where}{name}={value!r}: it must be a whole number of at least 1")
-        if not isinstance(self.peer_copies, bool):
-            problems.append(f"{where}peer_copies={self.peer_copies!r}: give True or False")
         return problems
 
 
