@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lightning import MegatronStrategy
 from megatron_lightning.checkpoint import (
     BoxedTensor,
     CheckpointError,
@@ -30,6 +31,7 @@ from megatron_lightning.checkpoint.local import (
 from megatron_lightning.checkpoint.parts import PartPlan, is_part
 from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.checkpoint.saving import encode_objects
+from megatron_lightning.config.checkpoint import CheckpointConfig
 from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
 from tests.harness import run_ranks
 
@@ -175,7 +177,6 @@ def test_folders_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (dict(folder="/dev/null/x"), "can't be written"),
         (dict(every_n_steps=0), "checkpoint.local.every_n_steps=0"),
         (dict(keep=True), "checkpoint.local.keep=True"),
-        (dict(peer_copies=1), "checkpoint.local.peer_copies=1"),
     ],
 )
 def test_wrong_values(values: dict[str, object], said: str, tmp_path: Path) -> None:
@@ -183,3 +184,9 @@ def test_wrong_values(values: dict[str, object], said: str, tmp_path: Path) -> N
     assert right.check() == []
     (problem,) = LocalCheckpointConfig(**{"folder": str(tmp_path), **values}).check()  # type: ignore[arg-type]
     assert said in problem
+
+
+def test_a_number_is_no_switch(tmp_path: Path) -> None:
+    wrong = LocalCheckpointConfig(folder=str(tmp_path), peer_copies=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"checkpoint\.local\.peer_copies=1 must be True or False"):
+        MegatronStrategy(checkpoint=CheckpointConfig(local=wrong))
