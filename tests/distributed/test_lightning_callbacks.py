@@ -63,7 +63,11 @@ class Told(Net):
 
 
 def files(case: Case) -> list[str]:
-    """Names of checkpoints; those of this package are folders."""
+    """Names of checkpoints, on rank 0, which may still be deleting one while others look; those of
+    this package are folders.
+    """
+    if case.rank > 0:
+        return []
     return sorted(path.name for path in (case.folder / case.layout).glob("**/*.ckpt"))
 
 
