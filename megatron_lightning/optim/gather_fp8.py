@@ -41,7 +41,7 @@ class FP8Gather:
         self, data: Tensor, shard: MeshAxis, tensor: MeshAxis, spans: Sequence[tuple[int, int]]
     ) -> None:
         self._data, self._shard, self._tensor = data, shard, tensor
-        self._weights = len(spans)
+        self._spans = list(spans)
         length = data.numel() // shard.size
         self._pieces = [
             _pieces(rank * length, (rank + 1) * length, spans, data.element_size())
@@ -55,7 +55,7 @@ class FP8Gather:
     def begin(self) -> Any:
         """Start to give the own slice to the other ranks; returns what to wait for."""
         data, own = self._data, self._pieces[self._shard.rank]
-        amax = data.new_zeros(self._weights, dtype=torch.float32)
+        amax = data.new_zeros(len(self._spans), dtype=torch.float32)
         for piece in own:
             if piece.weight is not None:
                 amax[piece.weight] = data[piece.start : piece.stop].abs().amax()
@@ -73,7 +73,7 @@ class FP8Gather:
         return all_gather_single(self._joined, sent, group=self._shard.group, async_op=True)
 
     def finish(self) -> None:
-        """Put into `data` what has arrived, the own slice too: all ranks hold the same."""
+        """Put into `data` what has arrived, the own slice too: all ranks hold the same, `given`."""
         joined, inverses = self._joined, self._inverses
         assert joined is not None
         assert inverses is not None
@@ -87,7 +87,16 @@ class FP8Gather:
                     # In float32: float16 has no inverse scales of small weights.
                     values = raw.view(torch.float8_e4m3fn).float()
                     into.copy_(values.mul_(inverses[piece.weight]))
-        self._joined = self._inverses = None
+        self._joined = None
+
+    def given(self, values: Tensor, place: int) -> Tensor:
+        """What the last gather has put into `data` for own values that begin at `place`."""
+        weight = next((i for i, (a, b) in enumerate(self._spans) if a <= place < b), None)
+        if weight is None or self._inverses is None:
+            return values
+        inverse = self._inverses[weight]
+        eight = cast_fp8(values.float() * inverse.reciprocal(), "e4m3")
+        return eight.float().mul_(inverse).to(values.dtype)
 
 
 def _pieces(

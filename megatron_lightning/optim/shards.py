@@ -11,87 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_lightning.optim.gather_fp8 import FP8Gather
+from megatron_lightning.optim.parameter_bucket import ParameterBucket
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.collectives import all_gather_single
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
+from megatron_lightning.precision.changes import MasterCopy
 from megatron_lightning.precision.masters import Agree, Unrounded, still_initial
-
-
-@dataclass(eq=False)
-class ParameterBucket:
-    """The parameters of one gradient bucket."""
-
-    bucket: Bucket | None
-    """Their gradients; None after `ParameterShards.close`."""
-    shard: MeshAxis
-    own_range: tuple[int, int]
-    """(start, stop) in elements of this rank's part."""
-    parameters: list[Parameter]
-    data: Tensor
-    """(elements,) all parameters, as their gradients lie; each parameter is a view of it."""
-    masters: Tensor
-    """(elements / shards,) what the optimizer updates: the own part of `data` itself, or a copy."""
-    parts: dict[str, Parameter] = field(default_factory=dict)
-    """Flat views of `masters` for each parameter that has elements in it, by name (0-dim for a
-    scalar)."""
-    grads: Tensor | None = None
-    """Host copy of the own part of the gradients, when masters lie in host memory."""
-    work: Any = None
-    is_given: bool = False
-    """True when the gather of this step has begun."""
-    fp8: FP8Gather | None = None
-    """Where some of the parameters are gathered in eight bits."""
-
-    @property
-    def own(self) -> Tensor:
-        """View of this rank's part of the parameters."""
-        start, stop = self.own_range
-        return self.data[start:stop]
-
-    @property
-    def has_copies(self) -> bool:
-        """True when masters are not the parameters themselves."""
-        return self.masters.data_ptr() != self.own.data_ptr()
-
-    def own_values(self, part: Parameter) -> Tensor:
-        """View of the parameters' values where one of `parts` has masters."""
-        begin = part.storage_offset() - self.masters.storage_offset()
-        return self.own[begin : begin + part.numel()].view(part.shape)
-
-    @torch.no_grad()
-    def begin_gather(self, *, rounded: bool = False) -> None:
-        """Round the masters to the own part, unless that has been done, and start to give it to the
-        other ranks.
-        """
-        if self.has_copies and not rounded:
-            self.own.copy_(self.masters, non_blocking=True)
-        if self.fp8 is not None:
-            self.work = self.fp8.begin()
-        elif self.shard.size > 1:
-            group = self.shard.group
-            self.work = all_gather_single(self.data, self.own, group=group, async_op=True)
-
-    def wait(self) -> None:
-        """Make what follows on this stream see the gathered parameters."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-            if self.fp8 is not None:
-                self._put()
-
-    @torch.no_grad()
-    def _put(self) -> None:
-        assert self.fp8 is not None
-        self.fp8.finish()
 
 
 def _give(made: ParameterBucket) -> None:
@@ -128,6 +59,8 @@ class ParameterShards:
         self._tensor = tensor or MeshAxis(name="tensor")
         self._made: list[ParameterBucket] = []
         self._bucket_of: dict[str, ParameterBucket] = {}
+        self.weights: dict[str, Parameter] = {}
+        """Parameters of which this or another rank updates parts, by name."""
         self.ranges: dict[str, tuple[int, int]] = {}
         """(start, stop) of the part of each flattened parameter that this rank updates; may be
         empty."""
@@ -137,6 +70,11 @@ class ParameterShards:
     def has_masters(self) -> bool:
         """True when parts are copies of another dtype, which hold more than the parameters."""
         return any(made.masters.dtype is not made.data.dtype for made in self._made)
+
+    @property
+    def has_copies(self) -> bool:
+        """True when parts are copies, which hold more than the parameters or lie elsewhere."""
+        return any(made.has_copies for made in self._made)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -150,7 +88,7 @@ class ParameterShards:
 
     @property
     def names(self) -> Collection[str]:
-        """Parameters of which this or another rank updates parts."""
+        """Of the parameters of which this or another rank updates parts."""
         return self.ranges.keys()
 
     def parts(self) -> dict[str, Parameter]:
@@ -180,15 +118,18 @@ class ParameterShards:
             self._made.append(made)
             self._bucket_of |= {slot.name: made for slot in bucket.slots}
             self.ranges |= {slot.name: slot.own_range for slot in bucket.slots}
+            self.weights |= {slot.name: slot.parameter for slot in bucket.slots}
 
     @torch.no_grad()
     def _make(self, bucket: Bucket, exact: Unrounded) -> ParameterBucket:
         first = bucket.slots[0].parameter
         data = torch.zeros(bucket.data.numel(), dtype=first.dtype, device=first.device)
+        views: list[Tensor] = []
         for slot in bucket.slots:
             view = data[slot.begin : slot.begin + slot.parameter.numel()].view(slot.parameter.shape)
             view.copy_(slot.parameter)
             slot.parameter.data = view
+            views.append(view)
         start, stop = bucket.own_range
         own = data[start:stop]
         dtype = own.dtype if self._dtype is None else self._dtype
@@ -197,6 +138,7 @@ class ParameterShards:
             shard=bucket.replicas.shard,
             own_range=bucket.own_range,
             parameters=[slot.parameter for slot in bucket.slots],
+            views=views,
             data=data,
             masters=own,
         )
@@ -300,6 +242,7 @@ class ParameterShards:
         """
         self.wait()
         for made in self._made:
+            made.put_back()
             if made.has_copies and names is None:
                 made.masters.copy_(made.own)
             for name, part in made.parts.items():
@@ -307,11 +250,26 @@ class ParameterShards:
                     part.copy_(made.own_values(part))
 
     @torch.no_grad()
+    def master_copies(self, names: Iterable[str]) -> dict[str, MasterCopy]:
+        """The masters of this rank's parts of `names`, to be compared with the parameters, which
+        are put back where they were gathered if need be. Other ranks needn't call it.
+        """
+        self.wait()
+        wanted = {name: self._bucket_of[name] for name in names}
+        for made in dict.fromkeys(wanted.values()):
+            made.put_back()
+        return {
+            name: made.master_copy(made.parts[name])
+            for name, made in wanted.items()
+            if name in made.parts and made.has_copies
+        }
+
+    @torch.no_grad()
     def release(self, *, wait: bool = True) -> None:
         """Give every parameter its own memory again; without `wait`, as it is now."""
         if wait:
             self.wait()
-        self._bucket_of, self.ranges = {}, {}
+        self._bucket_of, self.ranges, self.weights = {}, {}, {}
         while self._made:  # one after the other: no second copy of all
             made = self._made.pop()
             for parameter in made.parameters:

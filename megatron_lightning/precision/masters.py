@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from megatron_lightning.precision.changes import MasterCopy
+
 Unrounded = Mapping[Parameter, Callable[[], Tensor]]
 """How to draw a parameter's initial values again, before they were rounded to its dtype."""
 
@@ -68,7 +70,8 @@ class MasterParameters:
     initial ones, as those before rounding: a master that begins as the rounded value lies in the
     middle of what is rounded alike, so that the first small steps would move no weight at all. A
     weight of which any value, on any rank, is changed before the first batch is the master as it
-    is, all of it (`changes.WeightChanges`).
+    is, all of it (`changes.WeightChanges`). Of what is changed later masters take the elements that
+    are others (`master_copies`).
     """
 
     def __init__(
@@ -86,12 +89,9 @@ class MasterParameters:
         self._names = {parameter: name for name, parameter in named_parameters.items()}
         self._dtype = dtype
         self._master_of: dict[Parameter, Parameter] = {}
+        self.weights: dict[str, Parameter] = {}
+        """The model's, by name, of which there are masters."""
         self.adopt()
-
-    @property
-    def names(self) -> set[str]:
-        """Of the parameters that have a master."""
-        return {self._names[parameter] for parameter in self._master_of}
 
     def adopt(self) -> None:
         """Make masters for parameters that were added to the optimizers since; no effect when there
@@ -127,6 +127,11 @@ class MasterParameters:
         }
         if wanted:
             torch._foreach_copy_(list(wanted.values()), list(wanted))
+
+    def master_copies(self, names: Iterable[str]) -> dict[str, MasterCopy]:
+        """The masters of the model's weights `names`, to be compared with these."""
+        wanted = {name: self.weights[name] for name in names}
+        return {name: MasterCopy(self._master_of[w], w.detach()) for name, w in wanted.items()}
 
     def attach_gradients(self) -> None:
         """Give each master its weight's gradient: the same tensor where that has the masters'
@@ -181,6 +186,7 @@ class MasterParameters:
             values = exact[parameter]() if parameter in exact else parameter.detach()
             master = Parameter(values.to(self._dtype), requires_grad=parameter.requires_grad)
             self._master_of[parameter] = master
+            self.weights[self._names[parameter]] = parameter
         if parameter in optimizer.state:
             optimizer.state[master] = {
                 key: self._convert(value, parameter)

@@ -6,7 +6,7 @@ One object for the strategy, whatever is sharded over the data axis: masters of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.tail_norms import TailNorms
 from megatron_lightning.runtime.tied_copies import TiedCopies
+from megatron_lightning.runtime.user_writes import UserWrites
 
 MOMENTS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -43,7 +44,8 @@ class ParameterUpdate:
 
     A window is: `open`, the runs of its batches, `reduce`, clipping and hooks, a step of the
     optimizers, `finish_step`. `defer` lets the gather of sharded parameters go on into the next
-    forward pass; then every other reader of parameters calls `wait` first.
+    forward pass; then every other reader of parameters calls `wait` first. `suspects`: classes of
+    which hooks may write to weights.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ParameterUpdate:
         seed: int = 0,
         defer: bool = False,
         fold: bool = False,
+        suspects: Sequence[str] = (),
     ) -> None:
         self._model = model
         self._mesh = mesh
@@ -85,7 +88,12 @@ class ParameterUpdate:
                 initial=model.initial_values,
                 agree=self._agree,
             )
+        self._tied = TiedCopies(model, mesh)
         self._changes: WeightChanges | None = None
+        self._writes: UserWrites | None = None
+        holder = shards if isinstance(shards, ParameterShards) else self.masters
+        if holder is not None:
+            self._writes = UserWrites(holder, suspects, mesh.control_group)
         self.remember_weights()
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
@@ -99,7 +107,6 @@ class ParameterUpdate:
                 fold=fold,
                 stages=shards.stages if isinstance(shards, ParameterShards) else None,
             )
-        self._tied = TiedCopies(model, mesh)
         self._tail: TailNorms | None = None
         if self._folded is not None and isinstance(model.buckets, GradientBuckets):
             self._tail = TailNorms(model.buckets)
@@ -152,6 +159,8 @@ class ParameterUpdate:
         buckets = self._model.buckets
         assert buckets is not None
         self.take_changes()
+        if self._tied.look():
+            self.wait()
         self._tied.check(self.optimizers, self.updated())
         stale = buckets.is_stale
         if stale:
@@ -165,6 +174,8 @@ class ParameterUpdate:
                 buckets.reset()  # weights lie elsewhere now, and layers find their sums by that
         elif self.masters is not None:
             self.masters.adopt()
+        if self._writes is not None:
+            self._writes.follow()
 
     def begin_run(self) -> None:
         """Before the forward passes of a batch: take gradients away, and wait for parameters that
@@ -223,6 +234,9 @@ class ParameterUpdate:
 
     def before_step(self) -> None:
         """Right before the optimizer's step, after clipping."""
+        if self._writes is not None:
+            self._writes.before_step()
+        self._tied.look()
         if self._folded is not None:
             self._folded.before_step()
 
@@ -239,6 +253,9 @@ class ParameterUpdate:
                 self.masters.copy_to_model()
             if self._model.buckets is not None:
                 self.masters.detach_gradients()
+            assert self._writes is not None
+            self._writes.note()
+        self._tied.note()
         if self._folded is not None:
             self._folded.finish()
 
@@ -353,7 +370,11 @@ class ParameterUpdate:
 
     def remember_weights(self) -> None:
         """Note what weights are, now that masters are as they are meant to be."""
-        if self.has_masters:
+        if self._writes is not None:
+            self._writes.note()
+        self._tied.note()
+        shards = None if self.distributed is None else self.distributed.shards
+        if self.has_masters or (isinstance(shards, ParameterShards) and shards.has_copies):
             self.wait()
             self._changes = WeightChanges(self._weights_with_masters())
 
@@ -363,7 +384,7 @@ class ParameterUpdate:
         if self.distributed is not None:
             names = self.distributed.shards.names
         elif self.masters is not None:
-            names = self.masters.names
+            names = self.masters.weights.keys()
         return {name: value for name, value in self._model.parameters.items() if name in names}
 
     def take_changes(self) -> None:
@@ -379,11 +400,22 @@ class ParameterUpdate:
             self.distributed.shards.copy_from_model(changed)
         elif changed and self.masters is not None:
             self.masters.copy_from_model(changed)
+        if self._writes is not None:
+            self._writes.note()
+
+    def take_writes(self, before: Callable[[], None] = lambda: None) -> None:
+        """Take for masters what user code has written to weights since these were last made of
+        them; see `UserWrites.take`.
+        """
+        if self._writes is not None:
+            self._writes.take(before)
 
     def close(self, *, wait: bool = True) -> None:
         """End training; what is updated can still be saved. Without `wait` (after a failure, when
         other ranks may have left) values of parameters may be old.
         """
+        if wait:
+            self.take_writes()
         if self._gate is not None:
             self._gate.detach()
         if self._folded is not None:

@@ -117,6 +117,7 @@ def tensors_to_save(
     if with_optimizer:
         assert strategy.update is not None
         update = strategy.update
+        update.take_writes(strategy.saves.before_update)
         left_out = strategy.parallel_model.parameters.keys() - weights.keys()
         tensors |= _optimizer_tensors(update, materialise=False, without_masters=left_out)
         tensors |= _histories(strategy)

@@ -26,6 +26,8 @@ def gathered(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     gather = FP8Gather(data, mesh.dp, MeshAxis(name="tensor"), [(10, 60), (70, 90)])
     gather.begin().wait()
     gather.finish()
+    for start, stop in ((0, 10), (10, 48), (48, 60), (60, 70), (70, 90), (90, 96)):
+        assert torch.equal(gather.given(whole[start:stop], start), data[start:stop])
     return data, whole, gather.bytes
 
 

@@ -33,6 +33,15 @@ class Frozen(GPTModel):
                 parameter.requires_grad_(False)
 
 
+class Written(GPTModel):
+    """Writes by such a name."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.named_parameters():
+            if batch_idx == 1 and name.endswith("word_embeddings.weight"):
+                torch.nn.init.normal_(parameter)
+
+
 class Grouped(GPTModel):
     """Gives embeddings a rate of their own, by such a name."""
 
@@ -60,7 +69,10 @@ def train_with(rank: int, world_size: int, run: Run, model: type[GPTModel]) -> d
         return train(rank, world_size, run)
 
 
-@pytest.mark.parametrize(("model", "said"), [(Frozen, "requires_grad="), (Grouped, "lr=0.00")])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(Frozen, "requires_grad="), (Written, "written to"), (Grouped, "lr=0.00")],
+)
 def test_copies_that_are_treated_differently(model: type[GPTModel], said: str) -> None:
     with pytest.raises(RankError) as failure:
         run_ranks_fresh(train_with, 2, RUN, model)
