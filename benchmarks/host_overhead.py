@@ -85,14 +85,7 @@ class Overhead(L.Callback):
         batch = strategy.batch_to_device(self.batches[index % 4])
         update.open()
         update.begin_run()
-        result = strategy._run(
-            "training_step",
-            batch,
-            (index,),
-            contextlib.nullcontext,
-            training=True,
-            reduce_now=True,
-        )
+        result = strategy.steps.train(batch, (index,), contextlib.nullcontext, reduce_now=True)
         update.end_run()
         update.reduce(result.published.weight)
         update.fold(clip_factor(update.grad_norm(), 1.0))

@@ -157,14 +157,8 @@ class MegatronStrategy(NamesArguments, ModelStrategy):
             self._window.open()
             self._update.open()
         self._update.begin_run()
-        result = self._run(
-            "training_step",
-            batch,
-            args,
-            self.precision_plugin.train_step_context,
-            training=True,
-            reduce_now=self._reduce_now,
-        )
+        context = self.precision_plugin.train_step_context
+        result = self.steps.train(batch, args, context, reduce_now=self._reduce_now)
         self._update.end_run()
         log_published(module, result.published.logs, self._window.add(result.published))
         return self._training_output(result)

@@ -4,8 +4,7 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -21,12 +20,12 @@ from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_world, raise_if_any
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.plugin import MegatronPrecision
-from megatron_lightning.runtime.batch import BATCH_DIMS, MicroBatch, MicroBatches, split_batch
-from megatron_lightning.runtime.context_batch import SEQUENCE_DIMS, ContextSlicer
-from megatron_lightning.runtime.metrics import log_published, silence_advice_to_reduce
+from megatron_lightning.runtime.batch import BATCH_DIMS
+from megatron_lightning.runtime.context_batch import SEQUENCE_DIMS
+from megatron_lightning.runtime.metrics import silence_advice_to_reduce
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.parallelize import Target, parallelize
-from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
+from megatron_lightning.runtime.step import StepRunner
 from megatron_lightning.runtime.update import ParameterUpdate
 from megatron_lightning.runtime.window import AccumulationWindow
 from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders, startup
@@ -37,15 +36,12 @@ from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.random_states import Generators
 from megatron_lightning.strategies.saves import Saves
 from megatron_lightning.strategies.signals import SAVED_STEP
+from megatron_lightning.strategies.steps import Steps
 from megatron_lightning.strategies.trainer_checks import optimizer_problems, trainer_problems
 from megatron_lightning.strategies.updates import begin_update
 from megatron_lightning.utils.env import global_seed
 
 DEFAULT_SEED = 1234
-MARKED_BATCHES, MARK_EVERY = 4, 64
-"""Batches at the start of each pass, and every how many later, that the ranks of one model copy
-compare.
-"""
 
 
 class ModelStrategy(MeshStrategy):
@@ -68,7 +64,7 @@ class ModelStrategy(MeshStrategy):
         self._cut_module: LightningModule | None = None
         self.network_prefix = ""
         """What names of the cut network's parameters begin with, e.g. "network."."""
-        self._runner: StepRunner | None = None
+        self._steps: Steps | None = None
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
         self._local: LocalCopies | None = None
@@ -96,11 +92,16 @@ class ModelStrategy(MeshStrategy):
         return self._parallel
 
     @property
+    def steps(self) -> Steps:
+        """The module's step functions on batches; RuntimeError before setup."""
+        if self._steps is None:
+            raise RuntimeError("strategy.steps: the model is cut in Trainer.fit, not before")
+        return self._steps
+
+    @property
     def step_runner(self) -> StepRunner:
         """What runs this rank's steps; RuntimeError before setup."""
-        if self._runner is None:
-            raise RuntimeError("strategy.step_runner: the model is cut in Trainer.fit, not before")
-        return self._runner
+        return self.steps.runner
 
     @property
     def masters(self) -> MasterParameters | None:
@@ -185,14 +186,13 @@ class ModelStrategy(MeshStrategy):
             self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
         )
         assert self._guard is not None
-        self._runner = StepRunner(
+        self._steps = Steps(
+            self,
             module,
-            self._parallel,
-            self.mesh,
-            self.config.pipeline.schedule,
-            self._guard.ballot,
+            self._guard,
+            batch_dims=self._batch_dims,
+            sequence_dims=self._sequence_dims,
         )
-        self._runner.loss_scale = lambda: self.loss_scale
         self._window = AccumulationWindow(self.mesh.device)
 
     @property
@@ -256,108 +256,20 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "validation_step", batch, args, self.precision_plugin.val_step_context
-        )
+        context = self.precision_plugin.val_step_context
+        return self.steps.evaluate("validation_step", batch, args, context)
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", batch, args, self.precision_plugin.test_step_context)
+        context = self.precision_plugin.test_step_context
+        return self.steps.evaluate("test_step", batch, args, context)
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self._run(
-            "predict_step", batch, args, self.precision_plugin.predict_step_context, training=False
-        )
-        assert self.lightning_module is not None
-        log_published(self.lightning_module, result.published.logs, None)  # Lightning refuses any
-        return _compat.share_predictions(
-            join_step_outputs(result.outputs), self.mesh, self.parallel_model.placement.last_rank
-        )
-
-    def _evaluate(
-        self, hook: str, batch: Any, args: tuple[Any, ...], context: Callable[[], Any]
-    ) -> Any:
-        result = self._run(hook, batch, args, context, training=False)
-        assert self.lightning_module is not None
-        log_published(self.lightning_module, result.published.logs, None)
-        return join_step_outputs(result.outputs)
-
-    def _run(
-        self,
-        hook: str,
-        batch: Any,
-        args: tuple[Any, ...],
-        context: Callable[[], Any],
-        *,
-        training: bool,
-        reduce_now: bool = False,
-    ) -> StepResult:
-        assert self._runner is not None
-        assert self.lightning_module is not None
-        self.saves.poll()
-        self.saves.state_changes()
-        if self._update is not None and not training:
-            self._update.wait()
-        micro_batches = self._split(batch)
-        position = None
-        if training:
-            samples = sum(micro_batch.num_samples for micro_batch in micro_batches)
-            batch_index = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
-            position = Position(batch_index=batch_index, first_sample=self.mesh.dp.rank * samples)
-        assert self._guard is not None
-        with self._guard.explaining():
-            result = self._runner.run(
-                hook,
-                micro_batches,
-                args,
-                context=context,
-                batch_mark=self._mark(batch, args[0] if args else 0),
-                position=position,
-                reduce_now=reduce_now,
-            )
-        if not training:
-            self.parallel_model.reshard()
-        return result
-
-    def _mark(self, batch: Any, index: int) -> int | None:
-        """What ranks of one model copy compare: on the first batches and now and then, since
-        reading it makes the host wait for the device.
-        """
-        wanted = index < MARKED_BATCHES or index % MARK_EVERY == 0
-        return (
-            loaders.fingerprint(batch) if wanted and self.config.model_parallel_size > 1 else None
-        )
-
-    def _split(self, batch: Any) -> list[MicroBatch]:
-        assert self.lightning_module is not None
-        size = startup.micro_batch_size(self.config, self.lightning_module)
-        custom = getattr(self.lightning_module, "split_micro_batch", None)
-        if custom is not None:
-            batch = MicroBatches(custom(batch, size))
-        whole = split_batch(
-            batch,
-            micro_batch_size=size,
-            pipeline_size=self.mesh.pp.size,
-            batch_dims=self._batch_dims,
-        )
-        whole = self._weighed(whole)
-        cut = ContextSlicer(
-            self.mesh,
-            batch_dims=self._batch_dims,
-            sequence_dims=self._sequence_dims,
-            sequence_parallel=self.config.sequence_parallel,
-            contiguous=self.config.context.contiguous,
-        )
-        return [cut(micro_batch) for micro_batch in whole]
-
-    def _weighed(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """With the numbers of tokens by which losses of routers are weighed, if there are any."""
-        balance = self.parallel_model.expert_balance
-        count = getattr(self.lightning_module, "num_loss_tokens", None)
-        if balance is None or not balance.has_losses or count is None:
-            return micro_batches
-        return [replace(part, num_loss_tokens=count(part.data)) for part in micro_batches]
+        context = self.precision_plugin.predict_step_context
+        prediction = self.steps.evaluate("predict_step", batch, args, context)
+        source = self.parallel_model.placement.last_rank
+        return _compat.share_predictions(prediction, self.mesh, source)
 
     # ------------------------------------------------------------------ checkpoints
 

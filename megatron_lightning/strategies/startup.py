@@ -254,17 +254,6 @@ def _no_plan(module: LightningModule, config: ParallelConfig) -> str:
     )
 
 
-def _datamodule(module: LightningModule) -> Any:
-    return module._trainer.datamodule if module._trainer is not None else None  # type: ignore[attr-defined]
-
-
-def micro_batch_size(config: ParallelConfig, module: LightningModule) -> int | None:
-    """Micro-batch size of the strategy, else of the data module, else None."""
-    if config.micro_batch_size is not None:
-        return config.micro_batch_size
-    return getattr(_datamodule(module), "micro_batch_size", None)
-
-
 def find_target(module: LightningModule, plan: ParallelPlan | None) -> Target | None:
     """The network that is cut, with its plan; None when the whole module is merely replicated.
 
