@@ -28,6 +28,7 @@ from megatron_lightning.parallel.overlap.layers import (
     scattered_gradients,
     scattered_product,
 )
+from megatron_lightning.parallel.overlap.sums import summed_product
 
 
 def gated_linear(
@@ -42,7 +43,15 @@ def gated_linear(
 
     With a `sink` the weight's gradient may be put off; with `sums` it goes to its main gradient.
     """
-    return _GatedLinear.apply(inner, weight, bias, sink, sums)
+    return _GatedLinear.apply(inner, weight, bias, sink, sums, None)
+
+
+def gated_summed_linear(inner: Tensor, weight: Tensor, overlap: Overlap, *, sums: bool) -> Tensor:
+    """`summed_linear(gated_silu(inner), weight, overlap)`: (..., 2, F/n), (out, F/n) -> (..., out).
+
+    With `sums` the weight's gradient goes to its main gradient.
+    """
+    return _GatedLinear.apply(inner, weight, None, None, sums, overlap.way_of_whole)
 
 
 def gated_scattered_linear(
@@ -94,9 +103,12 @@ class _GatedLinear(torch.autograd.Function):
         bias: Tensor | None,
         sink: DefersWeightGradient | None,
         sums: bool,
+        way: str | None,
     ) -> Tensor:
         ctx.save_for_backward(inner, weight)
         ctx.sink, ctx.sums = sink, sums
+        if way is not None:
+            return summed_product(gated_silu(inner), weight, way)
         return F.linear(gated_silu(inner), weight, bias)
 
     @staticmethod
@@ -117,7 +129,7 @@ class _GatedLinear(torch.autograd.Function):
                 grad_weight = _weight_gradient(ctx, grad, product, weight)
         if needs_bias:
             grad_bias = grad.flatten(0, -2).sum(dim=0)
-        return grad_inner, grad_weight, grad_bias, None, None
+        return grad_inner, grad_weight, grad_bias, None, None, None
 
 
 class _GatedScatter(torch.autograd.Function):

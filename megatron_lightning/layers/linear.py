@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.gated_linear import gated_linear, gated_scattered_linear
+from megatron_lightning.layers.gated_linear import (
+    gated_linear,
+    gated_scattered_linear,
+    gated_summed_linear,
+)
 from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.parallel.column import DefersWeightGradient
 from megatron_lightning.parallel.plain_layers import Border, bordered_linear
@@ -113,6 +117,8 @@ class Linear(nn.Module):
             x.select(-2, 0), fused.sequence_dim
         ):
             y = gated_scattered_linear(x, weight, fused.overlap, sums=sums)
+        elif isinstance(fused, RowOutput) and fused.sequence_dim is None:
+            y = gated_summed_linear(x, weight, fused.overlap, sums=sums)
         else:
             y = gated_linear(x, weight, inner_bias, sink, sums=sums)
             y = y if after is None else after(y)

@@ -30,6 +30,7 @@ from megatron_lightning.parallel.collectives import (
 )
 from megatron_lightning.parallel.main_gradient import both_gradients, weight_gradient
 from megatron_lightning.parallel.overlap.layers import Overlap, gathered_linear
+from megatron_lightning.parallel.overlap.sums import copied_linear
 
 
 class DefersWeightGradient(Protocol):
@@ -59,7 +60,7 @@ class ColumnInput:
     sequence_dim: int | None
     """Dim that is split and gathered; None: the input is whole, its gradient is summed."""
     overlap: Overlap | None = None
-    """Set where gather and product are one operation, in which one may hide the other."""
+    """Set where product and collective are one operation, in which one may hide the other."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Part of the sequence, or whole input -> whole input."""
@@ -85,6 +86,8 @@ class ColumnInput:
         overlap = self.overlap
         if overlap is not None and sink is None and overlap.gathers(x, self.sequence_dim):
             return gathered_linear(x, weight, bias, overlap, sums=sums)
+        if overlap is not None and sink is None and self.sequence_dim is None:
+            return copied_linear(x, weight, bias, overlap, sums=sums)
         return _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_dim, sink, sums)
 
 

@@ -9,7 +9,10 @@ last use, from which the next one comes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
+
+from torch import nn
 
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
@@ -25,13 +28,28 @@ _OPTIONS: dict[str, Any] = {
 
 
 def puts_off_in_regions(plan: ParallelPlan, tensor: MeshAxis, config: ParallelConfig) -> bool:
-    """Whether weight gradients are put off within compiled layers, which keep buffers for it."""
+    """Whether weight gradients are put off within compiled layers, see `keeps_buffers`."""
     if config.pipeline.schedule not in SPLIT_SCHEDULES or not config.runtime.compile_layers:
         return False
     whole = one_operation(
         tensor, sequence_parallel=config.sequence_parallel, sequence_dim=plan.sequence_dim
     )
     return whole and config.data_parallel.fuse_weight_gradients and can_keep_buffers()
+
+
+def keeps_buffers(
+    path: str, layer: nn.Module, *, plan: ParallelPlan, quantized: Collection[str]
+) -> bool:
+    """Whether a compiled layer at `path` has a linear layer whose weight's gradient is put off.
+
+    Those at the paths `quantized` run in low precision and make theirs at once.
+    """
+    if plan.layers is None or not path.startswith(f"{plan.layers}."):
+        return False
+    return any(
+        hasattr(module, "sums_weight_gradient") and name not in quantized
+        for name, module in layer.named_modules(prefix=path)
+    )
 
 
 def can_keep_buffers() -> bool:

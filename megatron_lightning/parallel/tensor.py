@@ -61,8 +61,8 @@ def apply_tensor_parallel(
     rank, and for SEQUENCE without sequence parallelism. On an axis of size 1 only the table is made
     and the vocabulary is padded. Rows of experts are split over the axes `experts` (None: over
     none), and their modules get no borders: `parallel.expert` moves tokens instead. With an
-    `overlap` products hide the collectives of a split sequence. ValueError lists everything that
-    doesn't fit.
+    `overlap` products and their collectives are one operation, in which products may hide those of
+    a split sequence. ValueError lists everything that doesn't fit.
     """
     experts = experts or ExpertAxes()
     problems = check_tensor_plan(
@@ -283,7 +283,7 @@ def _set_row(
     overlap: Overlap | None,
 ) -> None:
     module.after = _sum_border(axis, sequence_dim)
-    if overlap is not None and sequence_dim is not None:
+    if overlap is not None:
         module.after = RowOutput(axis, sequence_dim, overlap)
     if hasattr(module, "sums_output"):
         module.sums_output = True

@@ -23,7 +23,7 @@ from megatron_lightning.parallel.fsdp import (
     expert_units,
     shard_network,
 )
-from megatron_lightning.parallel.kept_buffers import puts_off_in_regions
+from megatron_lightning.parallel.kept_buffers import keeps_buffers, puts_off_in_regions
 from megatron_lightning.parallel.materialise import initial_values, materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap.choice import choose_overlap
@@ -88,7 +88,7 @@ def cut_chunks(
     """
     cut = CutChunks(chunks=chunks)
     prefix = f"{target.attribute}."
-    keeps = puts_off_in_regions(target.plan, mesh.tp, config)
+    puts_off = puts_off_in_regions(target.plan, mesh.tp, config)
     for chunk in chunks:
         rows, cut.streams = _apply_layout(
             chunk, target, mesh, config, seed=values.seed, streams=cut.streams
@@ -106,7 +106,8 @@ def cut_chunks(
             device=mesh.device,
             quantized=quantized,
         )
-        cut.graphs = _graph_and_compile(chunk, target.plan, mesh, config, cut.streams, keeps=keeps)
+        keeps = partial(keeps_buffers, plan=target.plan, quantized=quantized) if puts_off else None
+        cut.graphs = _graph_and_compile(chunk, target.plan, mesh, config, cut.streams, keeps)
     return cut
 
 
@@ -175,14 +176,15 @@ def _apply_layout(
 
 
 def _overlap(mesh: ParallelMesh, config: ParallelConfig) -> Overlap | None:
-    """How products hide the collectives of a split sequence; None: not at all."""
-    if not config.sequence_parallel:
-        return None
+    """How products hide the collectives of split layers, those of a whole sequence by running
+    beside them; None: these are apart.
+    """
     runtime = config.runtime
+    plain = runtime.cuda_graphs != "none" or not config.sequence_parallel
     return choose_overlap(
         mesh.tp,
         mesh.device,
-        wanted=False if runtime.cuda_graphs != "none" else runtime.overlap_tensor_parallel,
+        wanted=False if plain else runtime.overlap_tensor_parallel,
         timeout_seconds=config.runtime.timeout_seconds,
     )
 
@@ -217,28 +219,29 @@ def _graph_and_compile(
     mesh: ParallelMesh,
     config: ParallelConfig,
     streams: Streams | None,
-    *,
-    keeps: bool,
+    keeps: Callable[[str, nn.Module], bool] | None,
 ) -> LayerGraphs | None:
     """Graphs of a chunk's layers where they are asked for (there is one chunk then, by a rule), and
-    compiled layers.
+    compiled layers. `keeps`: which of them, by path, keep buffers; None: none.
     """
     graphs = None
     if config.runtime.cuda_graphs == "layers":
         graphs = graph_layers(chunk, plan, streams, mesh.device)
     if config.runtime.compile_layers:
-        _compile_layers(chunk, plan, keeps_buffers=keeps)
+        _compile_layers(chunk, plan, keeps)
         for inner in graphs.inner_modules if graphs is not None else ():
             compile_inside(inner)
     return graphs
 
 
-def _compile_layers(chunk: nn.Module, plan: ParallelPlan, *, keeps_buffers: bool) -> None:
+def _compile_layers(
+    chunk: nn.Module, plan: ParallelPlan, keeps: Callable[[str, nn.Module], bool] | None
+) -> None:
     """Compile each layer in place; names and hooks stay, and equal layers share their code."""
     if plan.layers is None:
         raise ValueError(
             "runtime.compile_layers=True with plan.layers=None: name the container of the layers in"
             " the plan, or compile the network yourself"
         )
-    for _, layer in layers_of(chunk, plan):
-        compile_inside(layer, keeps_buffers=keeps_buffers)
+    for path, layer in layers_of(chunk, plan):
+        compile_inside(layer, keeps_buffers=keeps is not None and keeps(path, layer))

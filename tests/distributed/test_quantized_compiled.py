@@ -10,6 +10,7 @@ from megatron_lightning.config import (
     QuantizationConfig,
     RuntimeConfig,
 )
+from megatron_lightning.parallel import recompute
 from megatron_lightning.parallel.quantized import apply as quantization
 from megatron_lightning.strategies import precision_checks
 from tests.distributed.test_moe_compiled import counted
@@ -18,6 +19,7 @@ from tests.layout_runs import Run, tiny_config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "tensor_whole": (2, dict(tensor_parallel_size=2)),
     "sharded": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
     "zero_bubble": (
         2,
@@ -32,7 +34,15 @@ def on_units(rank: int, size: int, run: Run) -> dict[str, Any]:
     """Train as if the device were not refused; in a process of its own."""
     quantization.device_problem = lambda *_, **__: None  # type: ignore[attr-defined]
     precision_checks._quantization = lambda *_: iter(())
-    return counted(rank, size, run)
+    keeping: list[bool] = []
+    options = recompute.compile_options
+
+    def noting(*, keeps_buffers: bool) -> dict[str, Any]:
+        keeping.append(keeps_buffers)
+        return options(keeps_buffers=keeps_buffers)
+
+    recompute.compile_options = noting
+    return counted(rank, size, run) | {"keeping": keeping}
 
 
 @pytest.mark.slow
@@ -56,5 +66,7 @@ def test_compiled_layers_train_as_others(layout: str) -> None:
         if compiled:
             of_training_and_evaluation = 2
             assert result["graphs"] == [of_training_and_evaluation] * run.steps
+            # Gradients in FP8 are not put off: for those no buffer is kept.
+            assert set(result["keeping"]) == {False}
     # Compiled regions round elsewhere: a value in some thousands is the neighbouring one of FP8.
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -1,5 +1,5 @@
-"""FP8 layers split over tensor ranks, with a split sequence: one compiled graph, and the numbers of
-eager layers. torch has the products of `_scaled_mm` on the CPU too.
+"""FP8 layers split over tensor ranks: one compiled graph, and the numbers of eager ones. torch has
+the products of `_scaled_mm` on the CPU too.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from tests.harness import run_ranks
 LAYERS = ("linear_fc1", "linear_fc2")
 
 
-def mlp_of(kind: str, mesh: ParallelMesh) -> tuple[MLP, Quantization]:
+def mlp_of(kind: str, mesh: ParallelMesh, splits: bool) -> tuple[MLP, Quantization]:
     """An MLP on this rank, quantized as `apply_quantization` does it, which would refuse a CPU."""
     axis, cpu = mesh.tp, torch.device("cpu")
     config = GPTConfig(
@@ -44,7 +44,7 @@ def mlp_of(kind: str, mesh: ParallelMesh) -> tuple[MLP, Quantization]:
     )
     mlp = MLP(config, TorchBackend(), device="meta")
     overlap = Overlap.of(Collectives(axis))
-    table = apply_tensor_parallel(mlp, GATED, axis, sequence_parallel=True, overlap=overlap)
+    table = apply_tensor_parallel(mlp, GATED, axis, sequence_parallel=splits, overlap=overlap)
     materialise(mlp, table, seed=0, device="cpu", dtype=torch.bfloat16)
     delayed = None
     if kind == "delayed":
@@ -62,14 +62,16 @@ def mlp_of(kind: str, mesh: ParallelMesh) -> tuple[MLP, Quantization]:
             context_axis=MeshAxis(name="cp"),
             splits_sequence=False,
             clock=quantization.clock,
-            in_regions=one_operation(axis, sequence_parallel=True, sequence_dim=0),
+            in_regions=one_operation(axis, sequence_parallel=splits, sequence_dim=0),
         )
         quantization.add(layer.quantized, layer)
     return mlp, quantization
 
 
-def train(mesh: ParallelMesh, kind: str, length: int, compiler: Any) -> list[Tensor]:
-    mlp, quantization = mlp_of(kind, mesh)
+def train(mesh: ParallelMesh, kind: str, length: int, splits: bool, compiler: Any) -> list[Tensor]:
+    """`splits`: each rank has a part of the sequence."""
+    parts = mesh.tp.size if splits else 1
+    mlp, quantization = mlp_of(kind, mesh, splits)
     if compiler is not None:
         mlp.compile(backend=compiler, fullgraph=True)
     results: list[Tensor] = []
@@ -78,7 +80,7 @@ def train(mesh: ParallelMesh, kind: str, length: int, compiler: Any) -> list[Ten
         quantization.begin_run(training=True)
         for _ in range(2):
             whole = torch.randn(length, 2, 32, generator=generator).bfloat16()
-            x = whole.chunk(mesh.tp.size)[mesh.tp.rank].clone().requires_grad_()
+            x = whole.chunk(parts)[mesh.tp.rank % parts].clone().requires_grad_()
             y = mlp(x)
             y.float().square().sum().backward()
             assert x.grad is not None
@@ -92,33 +94,38 @@ def train(mesh: ParallelMesh, kind: str, length: int, compiler: Any) -> list[Ten
                 parameter.grad = None
     quantization.begin_run(training=False)
     with torch.no_grad():
-        results.append(mlp(torch.ones(length // mesh.tp.size, 2, 32).bfloat16()))
+        results.append(mlp(torch.ones(length // parts, 2, 32).bfloat16()))
     return results
 
 
-def compare(rank: int, size: int, kind: str, length: int) -> int:
+def compare(rank: int, size: int, kind: str, length: int, splits: bool) -> int:
     """Graphs of the compiled run."""
     torch._dynamo.reset()
     mesh = ParallelMesh.build(device=torch.device("cpu"), tensor=size)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    wanted = train(mesh, kind, length, None)
-    for got, want in zip(train(mesh, kind, length, counter), wanted, strict=True):
+    wanted = train(mesh, kind, length, splits, None)
+    for got, want in zip(train(mesh, kind, length, splits, counter), wanted, strict=True):
         assert torch.equal(got, want)
     return counter.frame_count
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"),
+    ("kind", "length", "splits"),
     [
-        ("tensorwise", 16),  # parts of 16 rows are rounded before they are gathered
-        ("rowwise", 16),
-        pytest.param("tensorwise", 12, marks=pytest.mark.slow),  # those of 12 rows behind it
-        pytest.param("rowwise", 12, marks=pytest.mark.slow),
-        pytest.param("delayed", 16, marks=pytest.mark.slow),
-        pytest.param("delayed", 12, marks=pytest.mark.slow),
+        ("tensorwise", 16, True),  # parts of 16 rows are rounded before they are gathered
+        ("rowwise", 16, True),
+        ("tensorwise", 12, False),
+        pytest.param("tensorwise", 12, True, marks=pytest.mark.slow),  # those of 12 rows behind it
+        pytest.param("rowwise", 12, True, marks=pytest.mark.slow),
+        pytest.param("rowwise", 16, False, marks=pytest.mark.slow),
+        pytest.param("delayed", 16, True, marks=pytest.mark.slow),
+        pytest.param("delayed", 12, True, marks=pytest.mark.slow),
+        pytest.param("delayed", 16, False, marks=pytest.mark.slow),
     ],
 )
-def test_split_layers_are_one_graph_and_train_the_same(kind: str, length: int) -> None:
+def test_split_layers_are_one_graph_and_train_the_same(
+    kind: str, length: int, splits: bool
+) -> None:
     of_training_and_evaluation = 2
-    graphs = run_ranks(compare, 2, kind, length, timeout=180)
+    graphs = run_ranks(compare, 2, kind, length, splits, timeout=180)
     assert graphs == [of_training_and_evaluation] * 2

@@ -22,6 +22,16 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             pipeline=PipelineConfig(schedule="zb-h1"),
         ),
     ),
+    "h1_tp2": (
+        4,
+        dict(num_query_groups=4),
+        dict(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            micro_batch_size=2,
+            pipeline=PipelineConfig(schedule="zb-h1"),
+        ),
+    ),
     "v_recomputed": (
         2,
         dict(

@@ -1,5 +1,5 @@
 """Layers of a split sequence as one operation with their collectives, which products may hide
-(`parallel/overlap/by_parts.py`), for autograd.
+(`parallel/overlap/by_parts.py`), for autograd. Those of a whole one are in `sums.py`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ class Overlap:
         large = part_elements * dtype.itemsize >= self.least_bytes
         way = self.exchange if large else self.whole
         return _name(way.axis, way.kind)
+
+    @property
+    def way_of_whole(self) -> str:
+        """Name of the way where the sequence is whole."""
+        return _name(self.whole.axis, self.whole.kind)
 
     def way_of_sums(self, rows: int, weight: Tensor) -> str:
         """Name of the way of so many rows' products with a row-split weight."""

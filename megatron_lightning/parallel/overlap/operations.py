@@ -48,6 +48,12 @@ def run_linear_scatter(x: Tensor, weight: Tensor, name: str, size: int) -> Tenso
     return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
+def run_linear_sum(x: Tensor, weight: Tensor, name: str) -> Tensor:
+    """See `summed_product`."""
+    y = whole_products.product_sum(_rows(x), weight, exchanges[name].axis)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
 def run_gather_linear_backward(
     grad: Tensor,
     x: Tensor,
@@ -96,6 +102,23 @@ def run_linear_scatter_backward(
     return None if grad_x is None else grad_x.view(x.shape), grad_weight
 
 
+def run_copy_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    name: str,
+    needs_x: bool,
+    needs_weight: bool,
+    sums: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight; None: not needed, or in its sum."""
+    multiply = _multiply(weight, needs_weight, sums)
+    grad_x, grad_weight = whole_products.copy_product_backward(
+        _rows(grad), _rows(x), weight, multiply, exchanges[name].axis, needs_x=needs_x
+    )
+    return None if grad_x is None else grad_x.view(x.shape), grad_weight
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
@@ -139,17 +162,22 @@ _BACKWARD = (
 for _schema in (
     "gather_linear(Tensor x, Tensor weight, Tensor? bias, str name, int size) -> Tensor",
     "linear_scatter(Tensor x, Tensor weight, str name, int size) -> Tensor",
+    "linear_sum(Tensor x, Tensor weight, str name) -> Tensor",
     f"gather_linear_backward{_BACKWARD}",
     f"linear_scatter_backward{_BACKWARD}",
+    f"copy_linear_backward{_BACKWARD}",
 ):
     _library.define(_schema)
 _operations: Any = torch.ops.megatron_lightning
 gather_linear: Any = _operations.gather_linear.default
 linear_scatter: Any = _operations.linear_scatter.default
+linear_sum: Any = _operations.linear_sum.default
 gather_linear_backward: Any = _operations.gather_linear_backward.default
 """See `gathered_linear`; a gradient that is not needed, or in its sum, is an empty tensor."""
 linear_scatter_backward: Any = _operations.linear_scatter_backward.default
 """See `scattered_linear`; likewise."""
+copy_linear_backward: Any = _operations.copy_linear_backward.default
+"""See `copied_linear`; likewise."""
 
 
 def _run_both(
@@ -184,6 +212,10 @@ def _scatter_shape(x: Tensor, weight: Tensor, name: str, size: int) -> Tensor:
     return x.new_empty(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
+def _sum_shape(x: Tensor, weight: Tensor, name: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 def _backward_shapes(
     grad: Tensor,
     x: Tensor,
@@ -201,8 +233,10 @@ def _backward_shapes(
 for _name, _run, _shape in (
     ("gather_linear", run_gather_linear, _gather_shape),
     ("linear_scatter", run_linear_scatter, _scatter_shape),
+    ("linear_sum", run_linear_sum, _sum_shape),
     ("gather_linear_backward", _run_both(run_gather_linear_backward), _backward_shapes),
     ("linear_scatter_backward", _run_both(run_linear_scatter_backward), _backward_shapes),
+    ("copy_linear_backward", _run_both(run_copy_linear_backward), _backward_shapes),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megatron_lightning::{_name}", _shape, lib=_library)

@@ -3,7 +3,8 @@
 The plain form of what `by_parts.py` does part by part: a compiled layer would break into a region
 before and one behind every collective, and fuse nothing over the border. In the backward pass of a
 column-split layer the gather is hidden under the input's gradient, and the reduce-scatter under the
-weight's (Korthikanti et al., arXiv 2205.05198, section 4.2.2). All tensors are matrices of rows.
+weight's (Korthikanti et al., arXiv 2205.05198, section 4.2.2); where the sequence is whole, the sum
+of the input's gradient is. All tensors are matrices of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import (
     all_gather_single,
+    all_reduce_,
     begin_all_gather,
+    begin_all_reduce_,
     begin_reduce_scatter,
     reduce_scatter_single,
 )
@@ -42,6 +45,11 @@ def product_scatter(x: Tensor, weight: Tensor, axis: MeshAxis) -> Tensor:
     own = partial.new_empty(x.shape[0] // axis.size, weight.shape[0])
     reduce_scatter_single(own, partial, group=axis.group)
     return own
+
+
+def product_sum(x: Tensor, weight: Tensor, axis: MeshAxis) -> Tensor:
+    """Rows (R, in), (out, in) -> sum over ranks of their products (R, out)."""
+    return all_reduce_(x @ weight.t(), axis)
 
 
 def gather_product_backward(
@@ -75,6 +83,24 @@ def product_scatter_backward(
     whole = _gather(grad, axis)
     grad_x = whole @ weight if needs_x else None
     return grad_x, None if weight_gradient is None else weight_gradient(whole, x)
+
+
+def copy_product_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    weight_gradient: WeightGradient | None,
+    axis: MeshAxis,
+    *,
+    needs_x: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a product of rows that all ranks have: (R, out), (R, in) -> (R, in), (out, in).
+
+    That of the rows is a sum over ranks, which runs beside the weight's.
+    """
+    reduced = begin_all_reduce_(grad @ weight, axis) if needs_x else None
+    grad_weight = None if weight_gradient is None else weight_gradient(grad, x)
+    return None if reduced is None else reduced(), grad_weight
 
 
 def _gather(x: Tensor, axis: MeshAxis) -> Tensor:

@@ -38,7 +38,7 @@ def one_operation(axis: MeshAxis, *, sequence_parallel: bool, sequence_dim: int)
     """
     if axis.size == 1:
         return True
-    return sequence_parallel and sequence_dim == 0 and not isinstance(axis, LanedAxis)
+    return not isinstance(axis, LanedAxis) and (not sequence_parallel or sequence_dim == 0)
 
 
 def joins_parts(x: Tensor, recipe: Recipe, size: int, dim: int | None) -> bool:

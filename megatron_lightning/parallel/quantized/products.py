@@ -125,12 +125,17 @@ class QuantizedProducts:
         """The same as one operation, with the collectives at the layer's borders."""
         assert dim in (None, 0), "see `one_operation`"
         recipe, scatters = self.recipe, 1
-        if isinstance(after, RowOutput) and after.overlap.scatters(x, after.sequence_dim):
-            scatters, after = after.axis.size, None
+        reduces = "gradient" if dim is None and axis.size > 1 else ""
+        if isinstance(after, RowOutput) and not reduces:
+            if after.sequence_dim is None:
+                reduces, after = "output", None
+            elif after.overlap.scatters(x, after.sequence_dim):
+                scatters, after = after.axis.size, None
         borders: Borders = (
             1 if dim is None else axis.size,
             joins_parts(x, recipe, axis.size, dim),
             scatters,
+            reduces,
         )
         y = RegionLinear.apply(
             x, weight, bias, sums, keeps, recipe.layout, recipe.takes_parts, borders

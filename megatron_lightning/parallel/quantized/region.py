@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.collectives import all_gather, reduce_scatter
+from megatron_lightning.parallel.collectives import all_gather, all_reduce_, reduce_scatter
 from megatron_lightning.parallel.quantized.borders import gradients, product
 from megatron_lightning.precision.operands import Operand
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.quantized.products import QuantizedProducts
 
-Borders = tuple[int, bool, int]
-"""(`gathers`, `part`, `scatters`) of `quantized_linear`."""
-_NONE: Borders = (1, False, 1)
+Borders = tuple[int, bool, int, str]
+"""(`gathers`, `part`, `scatters`, `reduces`) of `quantized_linear`."""
+_NONE: Borders = (1, False, 1, "")
 _WHOLE = MeshAxis(name="whole")
 
 _by_address: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -46,9 +46,15 @@ def _products_of(weight: Tensor) -> QuantizedProducts:
     return found
 
 
-def _gathering(products: QuantizedProducts, gathers: int) -> tuple[MeshAxis, int | None]:
-    """The axis and dim of an input that is gathered."""
-    return (_WHOLE, None) if gathers == 1 else (products.tensor_axis, 0)
+def _input_border(
+    products: QuantizedProducts, gathers: int, reduces: str
+) -> tuple[MeshAxis, int | None]:
+    """The axis and dim of an input that is gathered, or the axis over which its gradient is
+    summed.
+    """
+    if gathers > 1:
+        return products.tensor_axis, 0
+    return products.tensor_axis if reduces == "gradient" else _WHOLE, None
 
 
 @torch.library.custom_op("megatron_lightning::quantized_linear", mutates_args=())
@@ -61,18 +67,24 @@ def quantized_linear(
     gathers: int = 1,
     part: bool = False,
     scatters: int = 1,
+    reduces: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(S, ..., in), (out, in) -> (S, ..., out), and with `keeps` values and scale of the transposed
     input for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest
     absolute values of parts of the input, None: they are to be found.
 
     Over `gathers` ranks the input is gathered along its first dim, with `part` once it is rounded;
-    over `scatters` ranks the output is summed, and the own part of it is the result.
+    over `scatters` ranks the output is summed, and the own part of it is the result. `reduces`: of
+    a whole sequence, what is summed over the tensor ranks, "output", "gradient" (of the input) or
+    "" for nothing.
     """
     products = _products_of(weight)
-    axis, dim = _gathering(products, gathers)
+    axis, dim = _input_border(products, gathers, reduces)
     y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps, parts=parts)
-    y = y if scatters == 1 else reduce_scatter(y, products.tensor_axis, 0)
+    if scatters > 1:
+        y = reduce_scatter(y, products.tensor_axis, 0)
+    elif reduces == "output":
+        y = all_reduce_(y.contiguous(), products.tensor_axis)
     if transposed is None:
         return y, x.new_empty(0), x.new_empty(0)
     values, scale = transposed
@@ -91,6 +103,7 @@ def _(
     gathers: int = 1,
     part: bool = False,
     scatters: int = 1,
+    reduces: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty((x.shape[0] * gathers // scatters, *x.shape[1:-1], weight.shape[0]))
     if not keeps:
@@ -121,13 +134,14 @@ def quantized_gradients(
     gathers: int = 1,
     part: bool = False,
     scatters: int = 1,
+    reduces: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Gradient of (..., out) and what `quantized_linear` kept -> gradients of the input and of the
     weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the
     gradient, see `quantized_linear`.
     """
     products = _products_of(weight)
-    axis, dim = _gathering(products, gathers)
+    axis, dim = _input_border(products, gathers, reduces)
     grad_x, grad_weight = gradients(
         products,
         grad if scatters == 1 else all_gather(grad, products.tensor_axis, 0),
@@ -161,6 +175,7 @@ def _(
     gathers: int = 1,
     part: bool = False,
     scatters: int = 1,
+    reduces: str = "",
 ) -> tuple[Tensor, Tensor]:
     rows = grad.shape[0] * scatters // gathers
     shape = (rows, *grad.shape[1:-1], weight.shape[1]) if needs_x else (0,)
@@ -189,7 +204,7 @@ class RegionLinear(torch.autograd.Function):
         borders: Borders,
     ) -> Tensor:
         """See `quantized_linear`."""
-        gathers, part, scatters = borders
+        gathers, part, scatters, _ = borders
         parts = largest_of_rows(x) if takes_parts and (gathers == 1 or part) else None
         y, values, scale = quantized_linear(x, weight, keeps, layout, parts, *borders)
         ctx.save_for_backward(weight, values, scale)

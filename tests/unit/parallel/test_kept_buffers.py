@@ -1,6 +1,6 @@
 """Compiled code that is told to keep its buffers writes to none that an operation holds on to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -9,12 +9,18 @@ from torch import Tensor
 from megatron_lightning.config import DataParallelConfig, PipelineConfig, RuntimeConfig
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
-from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.layers.block import TransformerLayer
+from megatron_lightning.layers.linear import Linear
+from megatron_lightning.layers.torch_backend import TorchBackend
+from megatron_lightning.parallel.axes import LanedAxis, MeshAxis
 from megatron_lightning.parallel.kept_buffers import (
     can_keep_buffers,
     compile_options,
+    keeps_buffers,
     puts_off_in_regions,
 )
+from megatron_lightning.parallel.lanes import Lanes
+from tests.layout_runs import tiny_config
 
 held: list[tuple[Tensor, Tensor]] = []
 
@@ -80,7 +86,30 @@ def test_where_weight_gradients_are_put_off_in_regions() -> None:
 
     assert put_off(alone)
     assert put_off(two, sequence_parallel=True)
-    assert not put_off(two)
+    assert put_off(two)
+    lanes = Lanes(torch.device("cpu"))
+    assert not put_off(LanedAxis(name="tp", size=2, group=None, second=None, lanes=lanes))
     assert not put_off(alone, pipeline=PipelineConfig(schedule="1f1b"))
     assert not put_off(alone, runtime=RuntimeConfig())
     assert not put_off(alone, data_parallel=DataParallelConfig(fuse_weight_gradients=False))
+
+
+def test_layers_that_put_nothing_off_keep_no_buffers() -> None:
+    """In low precision weight gradients are made at once, so a layer with no other linear has
+    nothing to keep.
+    """
+    plan = ParallelPlan(layers="layers")
+    with torch.device("meta"):
+        layer = TransformerLayer(tiny_config(), 0, TorchBackend())
+    linears = [name for name, module in layer.named_modules() if isinstance(module, Linear)]
+    assert len(linears) == 4
+    everywhere = [f"layers.1.{name}" for name in linears]
+
+    def keeps(path: str, quantized: Collection[str]) -> bool:
+        return keeps_buffers(path, layer, plan=plan, quantized=quantized)
+
+    assert not keeps("layers.1", everywhere)
+    assert keeps("layers.1", everywhere[1:])
+    assert keeps("layers.0", everywhere)
+    assert not keeps("further.0", [])  # compiled too, but their linears stay outside of regions
+    assert not keeps_buffers("layers.1", layer, plan=ParallelPlan(), quantized=[])
