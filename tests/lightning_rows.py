@@ -54,7 +54,8 @@ FLAGS: Sequence[Row] = (
         note=(
             "`32-true`, `64-true`, `bf16-mixed`, `bf16-true`, `16-mixed`; others are refused. With "
             "a plan, "
-            "`bf16-mixed` means bfloat16 weights under float32 masters, without autocast; "
+            "`bf16-mixed` means bfloat16 weights under float32 masters, and steps are autocast "
+            "around the network; "
             "`16-mixed` "
             "on the CPU is refused, where Lightning would use bfloat16"
         ),

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lightning.precision.autocast import without_autocast
 from megatron_lightning.precision.formats import (
     E2M1_MAX,
     E4M3_MAX,
@@ -273,7 +274,7 @@ class NVFP4Recipe(Recipe):
             return x
         matrix = self._transform.to(x.device)
         padded = pad_to(x.float(), 1, len(matrix)).contiguous()
-        return (padded.view(-1, len(matrix)) @ matrix).view(padded.shape)
+        return _times(padded.view(-1, len(matrix)), matrix).view(padded.shape)
 
     def _rounded(self, x: Tensor, reduce: Reduce, height: int, uniform: Tensor | None) -> Operand:
         amax = reduce(largest(x))
@@ -355,9 +356,17 @@ def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     if a.values.is_cuda:
         result = torch.mm(a.values, b.values.t(), out_dtype=torch.float32)
     else:
-        result = a.values @ b.values.t()
+        result = _times(a.values, b.values.t())
     if a.scale is not None:
         result = result * a.scale
     if b.scale is not None:
         result = result * b.scale.t()
     return result.to(dtype)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` in their own dtype, in a part of a network too that a step under autocast calls."""
+    if not torch.is_autocast_enabled(a.device.type):
+        return a @ b
+    with without_autocast(a.device.type):
+        return a @ b

@@ -1,9 +1,10 @@
 """Lightning's precision plugin for MegatronStrategy.
 
-For a network with a plan it does nothing around the steps: dtypes come from the `PrecisionPolicy`,
-and there is no autocast. For a user's module without a plan it behaves as the plugin that Lightning
-chose (autocast for "bf16-mixed"). Either way gradients are clipped by the global norm that the
-strategy computes. Order of hooks, closures and `optimizer_step` are Lightning's own.
+The dtypes of a network with a plan come from the `PrecisionPolicy`. For "bf16-mixed" and "16-mixed"
+the user's steps around it run under the autocast of Lightning's own plugin, the network itself and
+backward passes do not. For a user's module without a plan it behaves as the plugin that Lightning
+chose. Either way gradients are clipped by the global norm that the strategy computes. Order of
+hooks, closures and `optimizer_step` are Lightning's own.
 
 With "16-mixed" the strategy scales the loss and divides gradients (`precision.loss_scale`); the
 plugin skips steps whose gradients are not finite. Lightning's `GradScaler` is not used.
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from megatron_lightning.config.loss_scale import LossScaleConfig
+from megatron_lightning.precision.autocast import keep_autocast_out, without_autocast
 from megatron_lightning.precision.loss_scale import LossScaler
 from megatron_lightning.precision.policy import POLICIES, PrecisionPolicy, policy_for
 from megatron_lightning.utils.gradients import clip_by_norm, clip_factor
@@ -43,10 +45,11 @@ class MegatronPrecision(Precision):
     """Wraps the plugin that Lightning's connector made.
 
     `has_plan` is set by the strategy when it knows the module: True switches the wrapped plugin's
-    conversions and autocast off. `grad_norm_fn` is set once by the strategy: it returns the global
-    norm of an optimizer's gradients; while it is None, clipping is Lightning's. `are_finite_fn`
-    likewise says, alike on all ranks, whether all gradients are finite. `fold_fn` may take the
-    factor of clipping and see to it later; `before_step_fn` is called when clipping is done.
+    conversions off, and its autocast within the network, which `keep_autocast_out` is called with.
+    `grad_norm_fn` is set once by the strategy: it returns the global norm of an optimizer's
+    gradients; while it is None, clipping is Lightning's. `are_finite_fn` likewise says, alike on
+    all ranks, whether all gradients are finite. `fold_fn` may take the factor of clipping and see
+    to it later; `before_step_fn` is called when clipping is done.
 
     On CUDA `Trainer(precision="16-mixed")` is enough. On the CPU, for tests, give
     `plugins=[MegatronPrecision(MixedPrecision("16-mixed", "cpu"))]`: it is slow there.
@@ -124,9 +127,20 @@ class MegatronPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Autocast, or a default dtype, only for modules without a plan."""
-        with nullcontext() if self.has_plan else self.wrapped.forward_context():
+        """The wrapped plugin's autocast; its default dtype only for modules without a plan."""
+        takes_part = self._autocast_device is not None or not self.has_plan
+        with self.wrapped.forward_context() if takes_part else nullcontext():
             yield
+
+    @property
+    def _autocast_device(self) -> str | None:
+        """Type of the device whose operations are autocast in steps; None without autocast."""
+        return self.wrapped.device if isinstance(self.wrapped, MixedPrecision) else None
+
+    def keep_autocast_out(self, network: Module) -> None:
+        """Let the network of the plan run without the autocast of the step that calls it."""
+        if self._autocast_device is not None:
+            keep_autocast_out(network, self._autocast_device)
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -142,6 +156,17 @@ class MegatronPrecision(Precision):
         return data if self.has_plan else self.wrapped.convert_output(data)
 
     # ------------------------------------------------------------------ steps
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Go back through a network with a plan without autocast, also from within a step, as under
+        manual optimization.
+        """
+        device = self._autocast_device if self.has_plan else None
+        with nullcontext() if device is None else without_autocast(device):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]

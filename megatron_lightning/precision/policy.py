@@ -1,8 +1,8 @@
 """What a Trainer's `precision` means for a network with a plan: one dtype for each kind of tensor.
 
-Unlike in Lightning, "bf16-mixed" does not autocast here: weights are bfloat16, gradients are summed
-in float32, and the optimizer works on float32 masters, as in Megatron-LM (mixed-precision training,
-arXiv 1710.03740).
+Unlike in Lightning, "bf16-mixed" does not autocast the network: its weights are bfloat16, gradients
+are summed in float32, and the optimizer works on float32 masters, as in Megatron-LM
+(mixed-precision training, arXiv 1710.03740). The rest of a step is autocast (`precision.autocast`).
 """
 
 from __future__ import annotations

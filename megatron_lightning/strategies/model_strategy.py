@@ -181,7 +181,9 @@ class ModelStrategy(MeshStrategy):
                 main_params_dtype=policy.main_params_dtype if target is not None else None,
             )
             if target is not None:
-                adjust.cast_inputs(module.get_submodule(target.attribute), policy.params_dtype)
+                network = module.get_submodule(target.attribute)
+                adjust.cast_inputs(network, policy.params_dtype)
+                self._megatron_precision().keep_autocast_out(network)
         self._parallel.set_buckets(
             self.mesh, self.config, enabled=buckets, dtype=policy.main_grads_dtype
         )

@@ -64,14 +64,16 @@ def test_other_precisions_are_refused_by_name(tmp_path) -> None:
         MegatronPrecision(Own())
 
 
-def test_a_plan_switches_conversions_and_autocast_off() -> None:
+def test_a_plan_switches_conversions_off_and_autocast_within_the_network() -> None:
     x = torch.ones(2, 2)
-    linear = torch.nn.Linear(2, 2)
+    linear, network = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     mixed = MegatronPrecision(MixedPrecision("bf16-mixed", "cpu"))
     half = MegatronPrecision(HalfPrecision("bf16-true"))
-    for plugin in (mixed, half):
+    for plugin, around in ((mixed, torch.bfloat16), (half, torch.float32)):
+        plugin.keep_autocast_out(network)
         with plugin.train_step_context(), plugin.tensor_init_context():
-            assert linear(x).dtype is torch.float32
+            assert linear(x).dtype is around
+            assert network(x).dtype is torch.float32
             assert torch.get_default_dtype() is torch.float32
         assert plugin.convert_module(linear).weight.dtype is torch.float32
         assert plugin.convert_input(x).dtype is torch.float32
@@ -85,6 +87,46 @@ def test_a_plan_switches_conversions_and_autocast_off() -> None:
         assert torch.get_default_dtype() is torch.bfloat16
     assert half.convert_input(x).dtype is torch.bfloat16
     assert half.convert_module(linear).weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("precision", "device"), [("bf16-mixed", "cpu"), ("16-mixed", "cpu")])
+def test_steps_are_autocast_as_lightning_does(precision, device) -> None:
+    def states(plugin: Precision) -> list[tuple[bool, torch.dtype, bool]]:
+        found = []
+        for name in ("train", "val", "test", "predict"):
+            with getattr(plugin, f"{name}_step_context")():
+                dtype = torch.get_autocast_dtype(device)
+                cached = torch.is_autocast_cache_enabled()
+                found.append((torch.is_autocast_enabled(device), dtype, cached))
+        return found
+
+    ours = MegatronPrecision(MixedPrecision(precision, device))
+    assert states(ours) == states(MixedPrecision(precision, device))
+    assert all(enabled for enabled, _, _ in states(ours))
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_backward_pass_within_a_step(has_plan) -> None:
+    """Of a network with a plan it is not autocast; else it is as under Lightning."""
+    enabled = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            enabled.append(torch.is_autocast_enabled("cpu"))
+            return grad
+
+    plugin = MegatronPrecision(MixedPrecision("bf16-mixed", "cpu"))
+    plugin.has_plan = has_plan
+    with plugin.train_step_context():
+        loss = Identity.apply(torch.ones((), requires_grad=True))
+        plugin.backward(loss, L.LightningModule(), None)
+        assert torch.is_autocast_enabled("cpu")
+    assert enabled == [not has_plan]
 
 
 class Recorder(BoringModel):
