@@ -23,7 +23,7 @@ from megatron_lightning.config.validate import check_layout, check_world
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.models.presets import preset_config
 from megatron_lightning.precision.policy import policy_for
-from megatron_lightning.strategies.startup import run_problems
+from megatron_lightning.strategies.module_checks import module_problems
 
 GIB = 1 << 30
 
@@ -142,7 +142,7 @@ def problems_of(request: PlanRequest) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     if sizes_fit:
-        problems += _run_problems(request)
+        problems += _module_problems(request)
     first: dict[str, str] = {}
     for problem in problems:
         first.setdefault(_without_layer_number(problem), problem)
@@ -154,7 +154,7 @@ def _without_layer_number(problem: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", problem)
 
 
-def _run_problems(request: PlanRequest) -> list[str]:
+def _module_problems(request: PlanRequest) -> list[str]:
     """The checks before a fit, on a stand-in for the strategy that only has its config."""
     strategy: Any = SimpleNamespace(config=request.parallel, user_plan=None)
     data = SimpleNamespace(
@@ -162,7 +162,7 @@ def _run_problems(request: PlanRequest) -> list[str]:
         micro_batch_size=request.micro_batch_size,
         global_batch_size=request.global_batch_size,
     )
-    return run_problems(strategy, GPTModel(request.model), data, request.gpus)
+    return module_problems(strategy, GPTModel(request.model), data, request.gpus)
 
 
 # -------------------------------------------------------------------- from a config file

@@ -26,7 +26,7 @@ from megatron_lightning.cli.verify_tolerances import LIMITS, Limits
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.validate import check_layout, check_world
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.startup import run_problems
+from megatron_lightning.strategies.module_checks import module_problems
 from megatron_lightning.utils.wording import counted
 
 Plant = Callable[[int], None]
@@ -108,7 +108,9 @@ def problems_of(source: Source, candidates: Sequence[Candidate]) -> list[str]:
         found += check_world(candidate.parallel, candidate.world_size)
         if not found:
             strategy: Any = SimpleNamespace(config=exactly(candidate.parallel), user_plan=None)
-            found += run_problems(strategy, module, SimpleNamespace(**sizes), candidate.world_size)
+            found += module_problems(
+                strategy, module, SimpleNamespace(**sizes), candidate.world_size
+            )
         problems += [f"layout {candidate.name}: {problem}" for problem in found]
     return problems
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.runtime.metrics import LogKey, merge_total
 from megatron_lightning.runtime.publish import Published
+from megatron_lightning.utils.logging import warn_once
 
 Total = tuple[Tensor, Tensor]
 
@@ -45,3 +46,25 @@ class AccumulationWindow:
     def close(self) -> None:
         """End the window, after the optimizer step."""
         self.is_open = False
+
+
+def check_zeroed(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse an `optimizer_zero_grad` that keeps gradients: windows are zeroed by the strategy."""
+    kept = [name for name, parameter in parameters.items() if parameter.grad is not None]
+    if kept:
+        raise ValueError(
+            f"gradients of {kept[:3]} were there before backward: gradients accumulate in the "
+            f"strategy's buckets, so an"
+            " optimizer_zero_grad that keeps them has no effect; use "
+            "Trainer(accumulate_grad_batches=...)"
+        )
+
+
+def warn_no_tokens() -> None:
+    """Warn that a window held no token with a loss."""
+    warn_once(
+        "No token of an accumulation window has a loss (every label is masked, or training_step "
+        "returned None): the optimizer "
+        "step leaves all parameters"
+        " unchanged, weight decay included; it still counts as a step."
+    )

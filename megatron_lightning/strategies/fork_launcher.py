@@ -29,7 +29,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from megatron_lightning.strategies import _compat, startup
+from megatron_lightning.strategies import _compat
 from megatron_lightning.strategies.failure import (
     RankFailure,
     how_it_ended,
@@ -38,6 +38,7 @@ from megatron_lightning.strategies.failure import (
     traceback_of,
 )
 from megatron_lightning.strategies.handover import Handover, picklable
+from megatron_lightning.strategies.run_checks import check_run
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.model_strategy import ModelStrategy
@@ -100,7 +101,7 @@ class ForkLauncher(_Launcher):
             return function(*args, **kwargs)
         assert trainer is not None
         arguments = _compat.run_arguments(function, args, kwargs)
-        startup.check_run(self._strategy, trainer, arguments)
+        check_run(self._strategy, trainer, arguments)
         check_can_fork()
         self._handover = Handover(trainer, arguments)
         self._trainer = trainer

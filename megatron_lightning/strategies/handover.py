@@ -26,8 +26,9 @@ from torch import Tensor
 
 import megatron_lightning.checkpoint as store
 from megatron_lightning.config.plan import canonical_name
-from megatron_lightning.strategies import _compat, checkpoint_io, startup
+from megatron_lightning.strategies import _compat, checkpoint_io
 from megatron_lightning.strategies.failure import RankFailure, reason_of
+from megatron_lightning.strategies.run_checks import given_datamodule, given_module
 from megatron_lightning.utils.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Handover:
 
     def __init__(self, trainer: Trainer, arguments: dict[str, Any]) -> None:
         self._trainer = trainer
-        self._module = startup.given_module(trainer, arguments)
-        data = startup.given_datamodule(arguments)
+        self._module = given_module(trainer, arguments)
+        data = given_datamodule(arguments)
         for logger in trainer.loggers:
             if vars(logger).pop(_VERSION_OF_RANKS, False):
                 vars(logger)["_version"] = None  # each run logs into a version of its own

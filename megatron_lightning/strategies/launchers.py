@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from megatron_lightning.config.validate import raise_if_any
-from megatron_lightning.strategies import _compat, startup
+from megatron_lightning.strategies import _compat
 from megatron_lightning.strategies.failure import how_it_ended, say
 from megatron_lightning.strategies.fork_launcher import ForkLauncher
 from megatron_lightning.strategies.lifeline import leave_at_once
+from megatron_lightning.strategies.run_checks import check_run
 from megatron_lightning.utils.env import provide
 from megatron_lightning.utils.ports import free_port
 
@@ -38,7 +40,7 @@ def choose_launcher(strategy: ModelStrategy) -> _Launcher:
     if environment.creates_processes_externally or strategy.num_processes * strategy.num_nodes == 1:
         return NoLauncher(strategy)
     if kind == "auto":
-        kind = "fork" if startup.is_interactive() else "script"
+        kind = "fork" if _is_interactive() else "script"
     if kind == "script":
         return ScriptLauncher(strategy)
     if strategy.num_nodes > 1:
@@ -49,6 +51,11 @@ def choose_launcher(strategy: ModelStrategy) -> _Launcher:
             ]
         )
     return ForkLauncher(strategy)
+
+
+def _is_interactive() -> bool:
+    """True in a notebook kernel or an interactive shell."""
+    return bool(_IS_INTERACTIVE)
 
 
 class NoLauncher(_Launcher):
@@ -67,7 +74,7 @@ class NoLauncher(_Launcher):
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Check, run `function`."""
-        startup.check_run(self._strategy, trainer, _compat.run_arguments(function, args, kwargs))
+        check_run(self._strategy, trainer, _compat.run_arguments(function, args, kwargs))
         return function(*args, **kwargs)
 
     @override
@@ -89,7 +96,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Check, start the other ranks, run `function`."""
-        startup.check_run(self._strategy, trainer, _compat.run_arguments(function, args, kwargs))
+        check_run(self._strategy, trainer, _compat.run_arguments(function, args, kwargs))
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )

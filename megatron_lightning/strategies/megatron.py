@@ -33,7 +33,8 @@ from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.runtime.metrics import log_published
 from megatron_lightning.runtime.step import StepResult
-from megatron_lightning.strategies import _compat, checkpoint_io, startup, whole_module
+from megatron_lightning.runtime.window import check_zeroed, warn_no_tokens
+from megatron_lightning.strategies import _compat, checkpoint_io, whole_module
 from megatron_lightning.strategies.model_strategy import ModelStrategy
 from megatron_lightning.strategies.trainer_checks import (
     evaluated_once,
@@ -185,9 +186,9 @@ class MegatronStrategy(NamesArguments, ModelStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._reduce_now:
             assert self._update is not None
-            startup.check_zeroed(self._update.carriers())
+            check_zeroed(self._update.carriers())
             if not self._update.reduce(self._window.weight * self.loss_scale):
-                startup.warn_no_tokens()
+                warn_no_tokens()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

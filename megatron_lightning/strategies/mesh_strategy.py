@@ -19,10 +19,12 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_layout, raise_if_any
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.strategies import _compat, failure, startup
+from megatron_lightning.strategies import _compat, failure
 from megatron_lightning.strategies.fork_launcher import ForkLauncher
 from megatron_lightning.strategies.guard import RunGuard
 from megatron_lightning.strategies.launchers import ScriptLauncher
+from megatron_lightning.strategies.process_group import abort_groups, init_process_group
+from megatron_lightning.strategies.targets import has_experts
 
 
 def _plan_problems(plan: object) -> list[str]:
@@ -121,11 +123,11 @@ class MeshStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        for_experts = startup.has_experts(self.lightning_module, self._plan)
+        for_experts = has_experts(self.lightning_module, self._plan)
         if self._mesh is None or (for_experts and not self._mesh.for_experts):
             timeout = timedelta(seconds=self.config.runtime.timeout_seconds)
             if self.world_size > 1 and not dist.is_initialized():
-                startup.init_process_group(self, timeout)
+                init_process_group(self, timeout)
             self._mesh = ParallelMesh.build(
                 device=self.root_device,
                 tensor=self.config.tensor_parallel_size,
@@ -151,7 +153,7 @@ class MeshStrategy(ParallelStrategy):
         that wait for them, since freeing memory would wait too.
         """
         if self.fails_alone:
-            startup.abort_groups(self.mesh)
+            abort_groups(self.mesh)
 
     @override
     def teardown(self) -> None:

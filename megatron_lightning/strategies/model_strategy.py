@@ -28,15 +28,17 @@ from megatron_lightning.runtime.parallelize import Target, parallelize
 from megatron_lightning.runtime.step import StepRunner
 from megatron_lightning.runtime.update import ParameterUpdate
 from megatron_lightning.runtime.window import AccumulationWindow
-from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders, startup
+from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.launchers import choose_launcher
 from megatron_lightning.strategies.local_copies import LocalCopies
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.random_states import Generators
+from megatron_lightning.strategies.run_checks import raise_on_first_rank
 from megatron_lightning.strategies.saves import Saves
 from megatron_lightning.strategies.signals import SAVED_STEP
 from megatron_lightning.strategies.steps import Steps
+from megatron_lightning.strategies.targets import claim, find_target
 from megatron_lightning.strategies.trainer_checks import optimizer_problems, trainer_problems
 from megatron_lightning.strategies.updates import begin_update
 from megatron_lightning.utils.env import global_seed
@@ -74,7 +76,7 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        startup.raise_on_first_rank(
+        raise_on_first_rank(
             check_world(self.config, self.num_processes * self.num_nodes), self.global_rank
         )
         self._launcher = choose_launcher(self)
@@ -139,7 +141,7 @@ class ModelStrategy(MeshStrategy):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        target = startup.find_target(module, self._plan)
+        target = find_target(module, self._plan)
         plugin = self._megatron_precision()
         plugin.has_plan = target is not None
         if self._update is not None and (fitting or self._cut_module is not module):
@@ -166,7 +168,7 @@ class ModelStrategy(MeshStrategy):
             self.saves.begin_fit(trainer)
 
     def _cut(self, module: LightningModule, target: Target | None, *, buckets: bool) -> None:
-        startup.claim(module, self)
+        claim(module, self)
         policy = self._megatron_precision().policy
         if self._parallel is None or self._cut_module is not module:
             self._cut_module = module

@@ -23,7 +23,7 @@ from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import PretrainingDataModule
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.strategies import MegatronStrategy, startup
+from megatron_lightning.strategies import MegatronStrategy, run_checks
 from megatron_lightning.utils.ports import free_port
 from tests.harness import run_ranks_fresh
 from tests.launch_runs import forget_launcher
@@ -307,7 +307,7 @@ def test_micro_batches_are_cut_as_far_as_the_batch_goes() -> None:
 
 
 def from_outside(rank: int, world_size: int) -> tuple[str, str, bool]:
-    startup._FIRST_RANK_SECONDS = 0.5
+    run_checks._FIRST_RANK_SECONDS = 0.5
     try:
         trainer(2, dict(tensor_parallel_size=2)).fit(gpt(num_query_groups=1), Batches(Run()))
     except BaseException as error:

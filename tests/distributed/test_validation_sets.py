@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lightning.data import PretrainingDataModule
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.strategies.startup import run_problems
+from megatron_lightning.strategies.module_checks import module_problems
 from tests.data_runs import SEQUENCE, write_corpus
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import make_strategy, tiny_config
@@ -68,7 +68,7 @@ def test_a_ramp_that_does_not_divide_is_refused(corpora: tuple[str, str]) -> Non
     data = PretrainingDataModule(
         corpora[0], SEQUENCE, 1, 16, rampup_batch_size=[4, 6, 40], tokenizer="bytes"
     )
-    problems = run_problems(make_strategy({}), GPTModel(tiny_config()), data, 8)
+    problems = module_problems(make_strategy({}), GPTModel(tiny_config()), data, 8)
     assert [problem.split(":")[:2] for problem in problems] == [
         ["rampup_batch_size", " global_batch_size=4"],
         ["rampup_batch_size", " global_batch_size=10"],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lightning.parallel.peers import exchange
-from megatron_lightning.strategies import startup
+from megatron_lightning.strategies import process_group
 
 
 class Device:
@@ -66,12 +66,12 @@ class Group:
 def give_up(device: Device, waiting: Waiting, patch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
     patch.setattr(exchange, "holding", [waiting])
-    patch.setattr(startup.torch.cuda, "device", lambda of: nullcontext(entered.append(of)))
+    patch.setattr(process_group.torch.cuda, "device", lambda of: nullcontext(entered.append(of)))
     mesh: Any = SimpleNamespace(
         device=device, groups=[Group(name, device) for name in ("dp", "tp")]
     )
     before = threading.active_count()
-    startup.abort_groups(mesh)
+    process_group.abort_groups(mesh)
     assert threading.active_count() == before
     assert device.aborted == ["dp", "tp"]
     assert entered == [device], "a new thread stands on GPU 0"
@@ -90,7 +90,7 @@ def test_waits_in_any_order(kernels: tuple[str, ...], monkeypatch: pytest.Monkey
 
 def test_groups_are_aborted_after_an_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(startup, "warn_once", lambda message, **options: said.append(message))
+    monkeypatch.setattr(process_group, "warn_once", lambda message, **options: said.append(message))
     device = Device("dp")
     give_up(device, Broken(device), monkeypatch)
     assert "illegal memory access" in said[0]

@@ -1,0 +1,90 @@
+"""What is checked when `Trainer.fit` (or validate, ...) is called, before anything starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from megatron_lightning.config.validate import raise_if_any
+from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
+from megatron_lightning.strategies.module_checks import module_problems
+from megatron_lightning.strategies.recovery import recover_folders
+from megatron_lightning.strategies.resume import use_folders
+from megatron_lightning.strategies.trainer_checks import trainer_problems
+from megatron_lightning.utils.env import Launch
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.mesh_strategy import MeshStrategy
+
+_FIRST_RANK_SECONDS = 10.0
+
+
+def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
+    """Check what `Trainer.fit` (or validate, ...) was given against the layout.
+
+    No process group is needed, and no file but indexes is opened. Raises ConfigurationError with
+    every violation.
+    """
+    use_folders(trainer)
+    recover_folders(strategy, trainer)
+    problems = _started_problems(strategy)
+    problems += check_checkpoint_path(
+        arguments.get("ckpt_path"), given_module(trainer, arguments), given_datamodule(arguments)
+    )
+    trainer_check = getattr(given_datamodule(arguments), "check_trainer", None)
+    if trainer_check is not None:
+        problems += trainer_check(trainer)
+    module = given_module(trainer, arguments)
+    if module is not None:
+        world_size = strategy.num_processes * strategy.num_nodes
+        problems += module_problems(strategy, module, given_datamodule(arguments), world_size)
+        problems += trainer_problems(strategy, trainer, module)
+    raise_on_first_rank(problems, strategy.global_rank)
+
+
+def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:
+    """Raise the full message on global rank 0. Other ranks, started from outside, leave quietly
+    with status 1, and not before rank 0 has had time to speak: launchers end all ranks with the
+    first.
+    """
+    if problems and rank != 0:
+        time.sleep(_FIRST_RANK_SECONDS)
+        raise SystemExit(1)
+    raise_if_any(problems)
+
+
+def given_module(trainer: Trainer, arguments: Mapping[str, Any]) -> LightningModule | None:
+    """The module of this call of the Trainer, else that of the call before."""
+    module = arguments.get("model")
+    return module if module is not None else trainer.lightning_module
+
+
+def given_datamodule(arguments: Mapping[str, Any]) -> LightningDataModule | None:
+    """The data module of this call of the Trainer."""
+    for name in ("datamodule", "train_dataloaders", "dataloaders"):
+        if isinstance(arguments.get(name), LightningDataModule):
+            return arguments[name]
+    return None
+
+
+def _started_problems(strategy: MeshStrategy) -> list[str]:
+    """Whether as many processes run as devices and num_nodes say."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if not environment.creates_processes_externally:
+        return []
+    started = (
+        dist.get_world_size() if dist.is_initialized() else Launch.from_environment().world_size
+    )
+    wanted = strategy.num_processes * strategy.num_nodes
+    if started in (1, wanted):  # 1 also where nothing says how many
+        return []
+    return [
+        f"devices x num_nodes = {strategy.num_processes} x {strategy.num_nodes} = {wanted}, but "
+        f"{started} processes were started (by torchrun, srun, or an earlier Trainer of this "
+        f"script); start {wanted}, or set devices and num_nodes to match"
+    ]
