@@ -14,7 +14,17 @@ from megatron_lightning.config import DataParallelConfig
 from megatron_lightning.runtime import user_writes
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Recorder, Run, assemble, assert_same_training, tiny_config, train
+from tests.layout_runs import (
+    Batches,
+    Recorder,
+    Run,
+    assemble,
+    assert_same_training,
+    tiny_config,
+    train,
+)
+from tests.user_modules import OwnTransformer, decoder_plan
+from tests.user_runs import quiet_trainer, user_run
 
 LIMIT = 2.0**-5
 """Bfloat16 has it, float16 too."""
@@ -229,3 +239,55 @@ def test_a_checkpoint_between_write_and_step(tmp_path: Path, clamped: dict[str, 
     for name, master in masters.items():
         assert torch.equal(master.bfloat16(), tensors[f"model.{name}"]), name
     assert_same_training(ranks, clamped, torch.bfloat16)
+
+
+class Critic(OwnTransformer):
+    """Two optimizers by hand; what the first one updates is clamped before the second's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss, _ = self.losses(batch)
+        self.manual_backward(loss)
+        optimizers: Any = self.optimizers()
+        optimizers[0].step()
+        with torch.no_grad():
+            for parameter in self.net.blocks.parameters():
+                parameter.clamp_(-LIMIT, LIMIT)
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.net.blocks.parameters())
+        others = [p for p in self.parameters() if all(p is not one for one in blocks)]
+        return [torch.optim.AdamW(group, lr=1e-3) for group in (blocks, others)]
+
+
+def fit_by_hand(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
+    trainer = quiet_trainer(run, world_size, [])
+    trainer.fit(Critic(), Batches(run))
+    updated: Any = trainer.strategy
+    return {name: value.detach().clone() for name, value in updated.update.updated().items()}
+
+
+def test_manual_optimization() -> None:
+    masters, exact = (
+        run_ranks_fresh(
+            fit_by_hand,
+            1,
+            user_run(
+                steps=6,
+                layout=dict(plan=decoder_plan()),
+                trainer=dict(precision=precision, limit_val_batches=0),
+            ),
+        )[0]
+        for precision in ("bf16-mixed", "32-true")
+    )
+    assert limited({name: value for name, value in masters.items() if "blocks" in name})
+    assert any(value.abs().max() > LIMIT for value in masters.values())
+    for name, want in exact.items():
+        assert (masters[name] - want).abs().mean() < 2e-3, name  # begun rounded
