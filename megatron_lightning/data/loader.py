@@ -14,6 +14,7 @@ for an epoch. Lightning does not exhaust a loader that has a length, so code aft
 may never run: everything that a new pass needs is decided when its first batch is asked for.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -133,13 +134,21 @@ class StatefulLoader(PositionedLoader):
 
 
 def named_errors(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields what `loader` yields. DataWorkerError when one of its processes ended."""
+    """Yields what `loader` yields. DataWorkerError when one of its processes ended.
+
+    At an error the others end too, unless they are to stay (`persistent_workers`).
+    """
     try:
         yield from loader
-    except (RuntimeError, OSError, EOFError) as error:
+    except Exception as error:
+        if loader.num_workers > 0:
+            # The error's frames are torch's, and hold the iterator whose end ends its processes, in
+            # a cycle with the error. If the collector of garbage finds that, queues are closed
+            # first: processes hear of no end, and are killed after five seconds.
+            traceback.clear_frames(error.__traceback__)
         # torch says "worker ... is killed"; where the process dies while it hands over a tensor,
         # the connection to it breaks. What the data set itself raised begins with "Caught".
-        lost = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
+        lost = isinstance(error, (OSError, EOFError)) or "DataLoader worker (pid" in str(error)
         if loader.num_workers == 0 or not lost or str(error).startswith("Caught "):
             raise
         raise DataWorkerError(

@@ -68,6 +68,24 @@ def test_errors_of_the_data_set_stay_what_they_are(workers: int, error: Exceptio
     loader = StatefulLoader(Numbers(error), GlobalBatchSampler(400, 2), num_workers=workers)
     with pytest.raises(type(error), match=str(error)) as caught:
         list(loader)
-    is_named = isinstance(caught.value, DataWorkerError)
-    del caught
-    assert not is_named
+    assert not isinstance(caught.value, DataWorkerError)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("worker out of ink"), ValueError("no sample")])
+def test_processes_end_with_the_error(error: Exception) -> None:
+    """By themselves, while its traceback is still held, and not once garbage is collected."""
+    loader = StatefulLoader(Numbers(error), GlobalBatchSampler(400, 2), num_workers=2)
+    processes: set[Any] = set()
+
+    def read() -> None:
+        for _ in loader:
+            processes.update(multiprocessing.active_children())
+
+    gc.disable()
+    try:
+        with pytest.raises(type(error)) as caught:
+            read()
+        assert caught.traceback
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        gc.enable()
