@@ -248,13 +248,16 @@ class Critic(OwnTransformer):
         super().__init__()
         self.automatic_optimization = False
 
+    def blocks(self) -> list[torch.nn.Parameter]:
+        return [p for name, p in self.named_parameters() if "blocks" in name]
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss, _ = self.losses(batch)
         self.manual_backward(loss)
         optimizers: Any = self.optimizers()
         optimizers[0].step()
         with torch.no_grad():
-            for parameter in self.net.blocks.parameters():
+            for parameter in self.blocks():
                 parameter.clamp_(-LIMIT, LIMIT)
         optimizers[1].step()
         for optimizer in optimizers:
@@ -262,7 +265,7 @@ class Critic(OwnTransformer):
         return {"loss": loss.detach()}
 
     def configure_optimizers(self) -> Any:
-        blocks = list(self.net.blocks.parameters())
+        blocks = self.blocks()
         others = [p for p in self.parameters() if all(p is not one for one in blocks)]
         return [torch.optim.AdamW(group, lr=1e-3) for group in (blocks, others)]
 
