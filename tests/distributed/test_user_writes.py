@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from tests.layout_runs import (
     Run,
     assemble,
     assert_same_training,
+    make_strategy,
     tiny_config,
     train,
 )
-from tests.user_modules import OwnTransformer, decoder_plan
-from tests.user_runs import quiet_trainer, user_run
+from tests.user_modules import VOCABULARY, OwnTransformer, decoder_plan
 
 LIMIT = 2.0**-5
 """Bfloat16 has it, float16 too."""
@@ -271,7 +272,17 @@ class Critic(OwnTransformer):
 
 
 def fit_by_hand(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
-    trainer = quiet_trainer(run, world_size, [])
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=run.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=make_strategy(run.layout),
+        **run.trainer,
+    )
     trainer.fit(Critic(), Batches(run))
     updated: Any = trainer.strategy
     return {name: value.detach().clone() for name, value in updated.update.updated().items()}
@@ -282,7 +293,8 @@ def test_manual_optimization() -> None:
         run_ranks_fresh(
             fit_by_hand,
             1,
-            user_run(
+            Run(
+                config=tiny_config(vocab_size=VOCABULARY),
                 steps=6,
                 layout=dict(plan=decoder_plan()),
                 trainer=dict(precision=precision, limit_val_batches=0),
