@@ -1,6 +1,6 @@
-"""LightningModules as users write them, and whole runs of them in any layout."""
+"""Networks and LightningModules as users write them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -20,17 +20,8 @@ from megatron_lightning.config import (
     vocabulary,
 )
 from megatron_lightning.layers import StagedNetwork
-from tests.layout_runs import Batches, Recorder, Run, make_strategy, results, tiny_config
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 64, 64
-
-
-def user_run(**changes: Any) -> Run:
-    """A run on batches of this vocabulary, five steps long."""
-    values: dict[str, Any] = dict(
-        config=tiny_config(vocab_size=VOCABULARY), steps=5, keep_gradients=(0, 1, 4)
-    )
-    return Run(**{**values, **changes})
 
 
 class Attention(nn.Module):
@@ -178,6 +169,9 @@ class LateTransformer(OwnTransformer):
                 self.net = Decoder()
 
 
+SEQUENTIAL = ParallelPlan(splits={"*": replicated()})
+
+
 class SequentialModule(L.LightningModule):
     """A plain `nn.Sequential` classifier on tuple batches (x, y)."""
 
@@ -204,32 +198,6 @@ def pairs(count: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 8, generator=generator)
     return list(zip(x, x[:, :4].argmax(1), strict=True))
-
-
-def quiet_trainer(run: Run, world_size: int, callbacks: Sequence[L.Callback]) -> L.Trainer:
-    """A Trainer without files and output on CPU ranks."""
-    options: dict[str, Any] = dict(
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=run.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=make_strategy(run.layout),
-        callbacks=list(callbacks),
-    )
-    return L.Trainer(**{**options, **run.trainer})
-
-
-def fit_module(
-    rank: int, world_size: int, make: Callable[[], L.LightningModule], run: Run
-) -> dict[str, Any]:
-    """Fit a module on the token batches of `run`; what this rank saw (see `layout_runs.train`)."""
-    recorder = Recorder(run)
-    trainer = quiet_trainer(run, world_size, [recorder])
-    trainer.fit(make(), Batches(run))
-    return results(trainer, recorder)
 
 
 class Classifier(L.LightningModule):

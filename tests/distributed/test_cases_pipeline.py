@@ -12,7 +12,7 @@ from megatron_lightning.models import GPTModel
 from tests import tolerances
 from tests.harness import RankError, run_ranks_fresh
 from tests.layout_runs import Batches, Recorder, Run, TokenBatches, assemble, boxes, tiny_config
-from tests.user_modules import quiet_trainer
+from tests.user_runs import quiet_trainer
 
 # ---------------------------------------------------------------- C11
 

@@ -19,7 +19,8 @@ from megatron_lightning.models import GPTModel
 from tests import tolerances
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Recorder, Run, tiny_config
-from tests.user_modules import OwnTransformer, decoder_plan, quiet_trainer, user_run
+from tests.user_modules import OwnTransformer, decoder_plan
+from tests.user_runs import quiet_trainer, user_run
 
 # ---------------------------------------------------------------- C34
 

@@ -25,14 +25,8 @@ from megatron_lightning.strategies.readers import readers
 from tests import layout_runs
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Recorder, Run, assert_same_training, tiny_config, train
-from tests.user_modules import (
-    OwnTransformer,
-    SequentialModule,
-    decoder_plan,
-    fit_module,
-    quiet_trainer,
-    user_run,
-)
+from tests.user_modules import OwnTransformer, SequentialModule, decoder_plan
+from tests.user_runs import fit_module, quiet_trainer, user_run
 
 SHARDED = DataParallelConfig(sharding="optimizer", bucket_size=20_000)
 FULL = DataParallelConfig(sharding="fsdp")

@@ -20,7 +20,8 @@ from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.precision import MegatronPrecision
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Recorder, Run, boxes, make_strategy, tiny_config
-from tests.user_modules import Decoder, OwnTransformer, user_run
+from tests.user_modules import Decoder, OwnTransformer
+from tests.user_runs import user_run
 
 OVERFLOW = 2
 """Step at which one rank's gradient overflows."""

@@ -14,7 +14,7 @@ from tests.distributed.test_distributed_optimizer_layouts import (
 )
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, GPTModel, Run
-from tests.user_modules import quiet_trainer
+from tests.user_runs import quiet_trainer
 
 FULL = DataParallelConfig(sharding="fsdp")
 KEPT = DataParallelConfig(sharding="fsdp", reshard_after_forward=False)

@@ -18,7 +18,7 @@ from megatron_lightning.models import GPTModel
 from tests.harness import RankError, run_ranks_fresh
 from tests.layout_runs import Batches, Run, tiny_config
 from tests.tolerances import assert_loss_close
-from tests.user_modules import quiet_trainer
+from tests.user_runs import quiet_trainer
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

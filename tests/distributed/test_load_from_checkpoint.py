@@ -15,7 +15,8 @@ from megatron_lightning.config import DataParallelConfig
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, make_strategy
-from tests.user_modules import Decoder, OwnTransformer, decoder_plan, quiet_trainer, user_run
+from tests.user_modules import Decoder, OwnTransformer, decoder_plan
+from tests.user_runs import quiet_trainer, user_run
 
 
 class Tied(OwnTransformer):

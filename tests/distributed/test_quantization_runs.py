@@ -28,7 +28,8 @@ from megatron_lightning.precision.operands import Recipe, RowRecipe, TensorRecip
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Recorder, Run, boxes, make_strategy, tiny_config
-from tests.user_modules import Decoder, OwnTransformer, decoder_plan, user_run
+from tests.user_modules import Decoder, OwnTransformer, decoder_plan
+from tests.user_runs import user_run
 
 
 def fit(

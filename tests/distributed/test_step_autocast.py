@@ -23,18 +23,10 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.precision import MegatronPrecision
 from tests.distributed.test_moe_compiled import counted
-from tests.distributed.test_user_modules import LAYOUTS
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Run, assert_same_training, tiny_config, train
-from tests.user_modules import (
-    Block,
-    Decoder,
-    OwnTransformer,
-    decoder_plan,
-    fit_module,
-    quiet_trainer,
-    user_run,
-)
+from tests.user_modules import Block, Decoder, OwnTransformer, decoder_plan
+from tests.user_runs import LAYOUTS, fit_module, quiet_trainer, user_run
 
 SLOW = pytest.mark.slow
 DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
