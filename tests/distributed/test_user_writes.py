@@ -158,9 +158,7 @@ def test_one_process(clamped: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        name
-        if name in ("dp2_sharded", "tp2", "pp2_tied")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("dp2_sharded", "pp2_tied") else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )
@@ -288,6 +286,7 @@ def fit_by_hand(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in updated.update.updated().items()}
 
 
+@pytest.mark.slow
 def test_manual_optimization() -> None:
     masters, exact = (
         run_ranks_fresh(
