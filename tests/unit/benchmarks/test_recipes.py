@@ -87,22 +87,20 @@ def comparable(config: ParallelConfig) -> dict[str, Any]:
 def test_a_config_file_is_the_layout_of_its_rows(
     names: str, text: str, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, train_step = module("rows"), module("train_step")
+    rows, train_step, options = (module(name) for name in ("rows", "train_step", "step_options"))
     config = parsed(text, tmp_path, monkeypatch)
     given = yaml.safe_load(text).get("data", {})
     for name in names.split(", "):
         row = rows.ROWS[name]
         words = [*row.ours.split(), "--compile", "--devices", str(row.gpus)]
         args = asked_for(train_step, words, monkeypatch)
-        assert comparable(layout_of(config.trainer.strategy)) == comparable(
-            train_step.layout_of(args)
-        )
+        assert comparable(layout_of(config.trainer.strategy)) == comparable(options.layout_of(args))
         assert config.trainer.devices == row.gpus
         assert config.trainer.precision == "bf16-mixed"
         assert config.trainer.gradient_clip_val == 1.0
         assert given.get("reset_attention_mask", False) == args.packed
-        shape = train_step.shape_of(args.shapes[0], args)
-        ranks = train_step.ranks_of(args)[1]
+        shape = options.shape_of(args.shapes[0], args)
+        ranks = options.ranks_of(args)[1]
         ran = {
             "seq_length": shape["seq"],
             "micro_batch_size": shape["micro"],
@@ -118,7 +116,7 @@ def test_every_row_has_its_config_file(module: Any) -> None:
 
 
 def test_the_table_of_shapes_is_that_of_the_benchmarks(module: Any) -> None:
-    shapes, train_step = module("shapes").SHAPES, module("train_step")
+    shapes, options = module("shapes").SHAPES, module("step_options")
     section = PAGE.partition("## The shapes")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     table = {
@@ -127,7 +125,7 @@ def test_the_table_of_shapes_is_that_of_the_benchmarks(module: Any) -> None:
     }
     for column, name in enumerate("abc"):
         shape = shapes[name]
-        network = train_step.network_of(shape, argparse.Namespace(forced=False, set=[]))
+        network = options.network_of(shape, argparse.Namespace(forced=False, set=[]))
         experts = shape.get("experts")
 
         def numbers(title: str, column: int = column) -> list[float]:

@@ -37,14 +37,14 @@ def test_every_row_is_a_valid_layout_of_as_many_gpus(
     from megatron_lightning.config.validate import check_layout, check_world
     from megatron_lightning.parallel.pipeline import build_layout
 
-    rows, train_step = module("rows"), module("train_step")
+    rows, train_step, options = (module(name) for name in ("rows", "train_step", "step_options"))
     for name, row in rows.ROWS.items():
         words = [*row.ours.split(), "--compile", "--devices", str(row.gpus)]
         with monkeypatch.context() as patch:
             args = arguments(train_step, patch, *words)
-        layout = train_step.layout_of(args)
+        layout = options.layout_of(args)
         assert [*check_layout(layout), *check_world(layout, row.gpus)] == [], name
-        network = train_step.network_of(train_step.shape_of(args.shapes[0], args), args)
+        network = options.network_of(options.shape_of(args.shapes[0], args), args)
         pipeline = layout.pipeline
         build_layout(
             network.num_layers,
@@ -54,7 +54,7 @@ def test_every_row_is_a_valid_layout_of_as_many_gpus(
             head_cost=pipeline.head_cost,
             v_shaped=pipeline.schedule == "zb-v",
         )
-        shape = train_step.shape_of(args.shapes[0], args)
+        shape = options.shape_of(args.shapes[0], args)
         run = vars(args) | {"shape": args.shapes[0], **{k: shape[k] for k in ("seq", "accumulate")}}
         assert rows.row_of(run) == name
 
@@ -70,19 +70,19 @@ def test_every_row_is_a_valid_layout_of_as_many_gpus(
 def test_settings_behind_one_option_or_several(
     words: list[str], module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_step = module("train_step")
+    train_step, options = module("train_step"), module("step_options")
     assert arguments(train_step, monkeypatch).set == []
     args = arguments(train_step, monkeypatch, *words)
     assert args.set == ["pipeline.head_cost=0.5", "network.qk_layernorm=True"]
-    assert train_step.layout_of(args).pipeline.head_cost == 0.5
-    assert train_step.network_of(train_step.shape_of("a", args), args).qk_layernorm
+    assert options.layout_of(args).pipeline.head_cost == 0.5
+    assert options.network_of(options.shape_of("a", args), args).qk_layernorm
     assert arguments(train_step, monkeypatch).set == []
 
 
 def test_settings_reach_their_field_and_unknown_ones_are_refused(module: Any) -> None:
     from megatron_lightning.config.parallel import ParallelConfig
 
-    override = module("train_step").override
+    override = module("step_options").override
     settings = ["pipeline.head_cost=0.5", "context.form=all_gather", "runtime.compile_layers=True"]
     config = override(ParallelConfig(), settings)
     assert config.pipeline.head_cost == 0.5
