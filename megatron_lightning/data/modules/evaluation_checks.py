@@ -1,11 +1,12 @@
 """Whether there is something to validate or test on where the user meant that there is."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
 from megatron_lightning.data.splits import Part, parse_split, split_ranges
 
@@ -55,6 +56,38 @@ def nothing_there(
         f"{', which hold no token' if given else ''}; give {own}, or more {unit}"
         f"{lines if unit == 'sequences' else ''}, or split={_WITHOUT[part]!r} to do without"
     )
+
+
+def check_evaluation(
+    part: Part,
+    sets: Mapping[str | int, Sized],
+    trainer: Trainer | None,
+    *,
+    fits: bool,
+    split: str | None,
+    shares: Shares,
+    unit: str,
+    own: str,
+) -> None:
+    """Says that sets are empty which the user means to be evaluated. ValueError where nothing else
+    is asked for, or a callback waits for what validation would give. `fits`: within a fit; for the
+    others see `nothing_there`.
+    """
+    empty = [name for name in sets if not len(sets[name])]
+    if not empty or not is_meant(split, part):
+        return
+    if fits and (trainer is None or not trainer.enable_validation):
+        return
+    message = nothing_there(part, split, shares, empty, unit, own)
+    if len(empty) < len(sets):
+        rank_zero_warn(message)
+        return
+    callbacks: list[Callback] = trainer.callbacks if fits else []  # type: ignore[union-attr]
+    if waiting := waiting_for_validation(callbacks):
+        raise ValueError(f"{' and '.join(waiting)} goes by validation, but {message}")
+    if not fits:
+        raise ValueError(message)
+    rank_zero_warn(f"No validation: {message}")
 
 
 def waiting_for_validation(callbacks: Sequence[Callback]) -> list[str]:

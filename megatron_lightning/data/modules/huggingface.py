@@ -19,7 +19,8 @@ from megatron_lightning.data.huggingface.sources import (
 )
 from megatron_lightning.data.huggingface.stream import SampleStream, StreamedSet
 from megatron_lightning.data.huggingface.stream_loader import StreamLoader
-from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
+from megatron_lightning.data.modules.base import TokenDataModule
+from megatron_lightning.data.modules.resumable import EvaluationPart, EvaluationSets
 from megatron_lightning.data.positions import PositionedLoader
 from megatron_lightning.data.ramp import BatchSizeSchedule, Rampup
 from megatron_lightning.data.splits import Part, parse_split
@@ -279,7 +280,7 @@ class HFDataModule(TokenDataModule):
         self, dataset: StreamedSet, schedule: BatchSizeSchedule, *, restart: bool
     ) -> StreamLoader:
         rank, size = self._dp()
-        if errors := self._batch_errors(size):
+        if errors := self._batch_sizes.layout_errors(size):
             raise ValueError(errors[0])
         return StreamLoader(
             dataset,

@@ -19,11 +19,11 @@ from megatron_lightning.data.masked import (
     masked_errors,
     split_elements,
 )
-from megatron_lightning.data.modules.base import (
+from megatron_lightning.data.modules.base import TokenDataModule
+from megatron_lightning.data.modules.resumable import (
     DataloaderType,
     EvaluationPart,
     EvaluationSets,
-    TokenDataModule,
 )
 from megatron_lightning.data.ramp import Rampup
 from megatron_lightning.data.splits import DEFAULT_SPLIT, Part, parse_split

@@ -10,7 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.data.blend import OrderedSource
-from megatron_lightning.data.modules.base import EvaluationPart, EvaluationSets, TokenDataModule
+from megatron_lightning.data.modules.base import TokenDataModule
+from megatron_lightning.data.modules.resumable import EvaluationPart, EvaluationSets
 from megatron_lightning.data.sft.chat_template import ChatTemplate
 from megatron_lightning.data.sft.conversations import (
     FORMATS,

@@ -70,7 +70,7 @@ def test_refused(rampup: list, message: str) -> None:
 
 def test_sizes_that_do_not_divide_by_the_layout() -> None:
     data = PretrainingDataModule("corpus", 8, 2, 16, rampup_batch_size=[4, 4, 100])
-    errors = data._batch_errors(4)
+    errors = data._batch_sizes.layout_errors(4)
     assert [error.split(" must")[0] for error in errors] == [
         "rampup_batch_size: 4",
         "rampup_batch_size: 12",
