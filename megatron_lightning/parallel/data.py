@@ -6,9 +6,7 @@ once, by the weight of the whole accumulation window. With `sharded`, each rank 
 own part of every bucket only (reduce-scatter), which `optim.distributed` updates (ZeRO-1, arXiv
 1910.02054). Parameters are not broadcast here.
 
-Buckets are launched strictly in one order on all ranks, as collectives must be: a bucket that is
-ready waits for those before it, and a parameter that gets no gradient merely holds them back until
-`finish`.
+The order in which buckets are reduced is in `reduction_queue.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +19,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_lightning.config.plan import ParameterInfo
-from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.bucket_layout import BucketLayout
 from megatron_lightning.parallel.flat import (
     Bucket,
-    Replicas,
     Slot,
     agree_on_received,
     is_tensor_partial,
-    lay_out,
     sum_gradients,
 )
 from megatron_lightning.parallel.main_gradient import announce
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.reduction_queue import ReductionQueue
 from megatron_lightning.utils.gradients import scale_tensors_
 from megatron_lightning.utils.tensors import scalar
 
@@ -77,26 +74,32 @@ class GradientBuckets:
         self._chunks = (
             [named_parameters] if isinstance(named_parameters, Mapping) else list(named_parameters)
         )
-        self._table = table
         self._mesh = mesh
         self._sequence_parallel = sequence_parallel
         self.sharded = sharded
         self._tied = tuple(tied)
-        self._bucket_size = bucket_size
         self._dtype = dtype
+        self._layout = BucketLayout(
+            table=table,
+            mesh=mesh,
+            tied=self._tied,
+            sharded=sharded,
+            bucket_size=bucket_size,
+            dtype=dtype,
+        )
         # Collectives of a backward pass over the same group (context or expert parallel ones, when
         # there is no data axis beside them) would have to interleave equally with ours on every
         # rank; nothing guarantees that.
         shared = [mesh.axis(name).group for name in ("cp", "ep") if mesh.axis(name).size > 1]
-        self._overlap = overlap and not any(group is mesh.dp_cp.group for group in shared)
-        self._side_stream = torch.cuda.Stream() if mesh.device.type == "cuda" else None
-        self._streams = (torch.cuda.current_stream(), *streams) if streams else ()
+        self._queue = ReductionQueue(
+            overlap=overlap and not any(group is mesh.dp_cp.group for group in shared),
+            on_gpu=mesh.device.type == "cuda",
+            streams=streams,
+        )
         self._slots: dict[str, Slot] = {}
-        self._buckets: list[Bucket] = []
         self._buffers: list[Tensor] = []
         self._handles: list[Any] = []
         self._layers: list[Any] = []
-        self._launched = 0
         self.on_launched: Callable[[], None] | None = None
         """Called after the last backward pass of a window, when all reductions have begun."""
         self._build()
@@ -111,12 +114,12 @@ class GradientBuckets:
     @property
     def bucket_names(self) -> list[list[str]]:
         """Names in each bucket, in the order in which buckets are reduced."""
-        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+        return [[slot.name for slot in bucket.slots] for bucket in self._queue.buckets]
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order in which they are reduced."""
-        return tuple(self._buckets)
+        return self._queue.buckets
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -126,7 +129,7 @@ class GradientBuckets:
     @property
     def num_launched(self) -> int:
         """Buckets whose reduction has begun in this window."""
-        return self._launched
+        return self._queue.num_launched
 
     @property
     def is_stale(self) -> bool:
@@ -165,15 +168,10 @@ class GradientBuckets:
 
     def reset(self) -> None:
         """Begin an accumulation window: no gradient has come and none is published."""
-        assert not any(bucket.work for bucket in self._buckets), (
-            "reset during a reduction: finish() comes first"
-        )
+        self._queue.reset()
         self.withdraw()  # autograd would add to a published view in place, and the hook once more
         for slot in self._slots.values():
             slot.received = slot.filled = slot.summed = False
-        for bucket in self._buckets:
-            bucket.armed = bucket.launched = False
-        self._launched = 0
         self._tell_layers()
 
     def serve(self, layers: Iterable[nn.Module]) -> None:
@@ -211,13 +209,7 @@ class GradientBuckets:
         `names`: the parameters whose gradients that pass brings, where others have theirs already
         (a weight-gradient pass); None: all.
         """
-        for bucket in self._buckets if self._overlap else ():
-            if bucket.chunk == chunk:
-                bucket.armed = True
-                bucket.pending = {
-                    slot.name for slot in bucket.slots if names is None or slot.name in names
-                }
-        self._launch_ready()
+        self._queue.arm(chunk, names)
 
     def launch_rest(self) -> None:
         """After the last backward pass of a window: start the buckets that it didn't fill here.
@@ -225,9 +217,10 @@ class GradientBuckets:
         On another replica they may have started already, and collectives of one group must come in
         one order on all ranks: nothing else may use the group before this.
         """
-        for bucket in self._buckets[self._launched :] if self._overlap else ():
-            self._launch(bucket)
-        if self.on_launched is not None and self._overlap:
+        if not self._queue.overlap:
+            return
+        self._queue.launch_rest()
+        if self.on_launched is not None:
             self.on_launched()
 
     def summed_later(self) -> set[str]:
@@ -240,10 +233,7 @@ class GradientBuckets:
         slot = self._slots[name]
         slot.received = True
         slot.check_open()
-        bucket = slot.bucket
-        if bucket.armed:
-            bucket.pending.discard(name)
-            self._launch_ready()
+        self._queue.arrived(slot)
 
     def finish(self, weight: Tensor | float) -> None:
         """Complete the window: sum over replicas, tensor ranks and tied copies, divide by `weight`.
@@ -257,25 +247,21 @@ class GradientBuckets:
         divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
         if self._mesh.device.type == "cuda":
             self.scale(divisor.reciprocal())
-        elif self._buckets:
-            torch._foreach_div_([bucket.own for bucket in self._buckets], divisor)
+        elif self.buckets:
+            torch._foreach_div_([bucket.own for bucket in self.buckets], divisor)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply what `sum` gave by a 0-dim tensor."""
-        scale_tensors_([bucket.own for bucket in self._buckets], factor)
+        scale_tensors_([bucket.own for bucket in self.buckets], factor)
 
     def sum(self) -> None:
         """Complete the window but for the division: sum over replicas, tensor ranks, tied
         copies.
         """
-        for bucket in self._buckets[self._launched :]:
-            self._launch(bucket)
-        self._join_streams()
+        self._queue.launch_rest()
+        self._queue.join_streams()
         self._agree_on_received()
-        for bucket in self._buckets if self._side_stream is None else ():
-            bucket.launch_replicas()
-        for bucket in self._buckets:
-            bucket.wait()
+        self._queue.wait()
         sum_gradients(self._partial_slots(), self._mesh.tp)
         sum_gradients(self._tied_slots(), self._mesh.axis("edges"))
 
@@ -315,56 +301,20 @@ class GradientBuckets:
         for slot in self._slots.values():
             slot.parameter.grad = None
             slot.parameter.grad_dtype = slot.parameter.dtype
-        self._handles, self._slots, self._buckets, self._buffers = [], {}, [], []
-        self._launched = 0
+        self._handles, self._slots, self._buffers = [], {}, []
+        self._queue.clear()
         for layer in self._layers:
             layer.sums_weight_gradient = False
 
     def _build(self) -> None:
-        # Backward goes from the last chunk and parameter to the first, and buckets fill like that.
-        for chunk in reversed(range(len(self._chunks))):
-            groups: dict[tuple[bool, bool, torch.dtype], dict[str, Parameter]] = {}
-            for name, parameter in reversed(list(self._chunks[chunk].items())):
-                if parameter.requires_grad and name not in self._slots:
-                    groups.setdefault(self._kind(name, parameter), {})[name] = parameter
-            for (expert, _, _), parameters in groups.items():
-                self._add_buffer(parameters, chunk, self._replicas(expert=expert))
+        for buffer, slots in self._layout.lay_out(self._chunks, self._slots):
+            self._add_buffer(buffer, slots)
         missing = [n for n, s in self._slots.items() if s.info.tied_copy and n not in self._tied]
         assert not missing or self._mesh.pp.size == 1, f"tied={self._tied} must name {missing}"
 
-    def _kind(self, name: str, parameter: Parameter) -> tuple[bool, bool, torch.dtype]:
-        """Parameters of one kind share a buffer.
-
-        Sharded parameters are gathered as they lie, so they are of one dtype. Tied copies lie alone
-        and thereby alike on both edge stages, which sum them part by part.
-        """
-        edge = name in self._tied and self._mesh.axis("edges").size > 1
-        return self._table[name].expert, edge, parameter.dtype
-
-    def _replicas(self, *, expert: bool) -> Replicas:
-        axis = "edp" if expert else "dp"
-        if self.sharded:
-            return Replicas(
-                shard=self._mesh.axis(f"{axis}_shard"), replica=self._mesh.axis(f"{axis}_replica")
-            )
-        whole = self._mesh.axis("edp") if expert else self._mesh.dp_cp
-        return Replicas(shard=MeshAxis(name="shard"), replica=whole)
-
-    def _add_buffer(
-        self, parameters: Mapping[str, Parameter], chunk: int, replicas: Replicas
-    ) -> None:
-        buffer, slots = lay_out(
-            parameters,
-            self._table,
-            chunk,
-            replicas,
-            bucket_size=self._bucket_size,
-            dtype=self._dtype,
-        )
+    def _add_buffer(self, buffer: Tensor, slots: Sequence[Slot]) -> None:
         self._buffers.append(buffer)
-        for bucket in dict.fromkeys(slot.bucket for slot in slots):
-            bucket.side_stream = self._side_stream
-            self._buckets.append(bucket)
+        self._queue.extend(dict.fromkeys(slot.bucket for slot in slots))
         for slot in slots:
             self._slots[slot.name] = slot
             slot.parameter.grad_dtype = None  # any: autograd's own, then that of main gradients
@@ -385,23 +335,6 @@ class GradientBuckets:
         return accumulate
 
     # ------------------------------------------------------------------ reducing
-
-    def _launch_ready(self) -> None:
-        while self._launched < len(self._buckets):
-            bucket = self._buckets[self._launched]
-            if not bucket.armed or bucket.pending:
-                return
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        self._launched += 1
-        self._join_streams()
-        bucket.launch()
-
-    def _join_streams(self) -> None:
-        """Let the current stream wait for all on which gradients may have been added."""
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
 
     def _agree_on_received(self) -> None:
         slots = list(self._slots.values())
