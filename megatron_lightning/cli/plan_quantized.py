@@ -25,7 +25,7 @@ from megatron_lightning.config.rounded_inputs import (
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.column import ColumnInput
-from megatron_lightning.parallel.quantized.apply import chosen_linears
+from megatron_lightning.parallel.quantized.chosen_layers import chosen_linears
 from megatron_lightning.parallel.tensor import ExpertAxes, apply_tensor_parallel
 from megatron_lightning.precision.delayed import ROLES
 from megatron_lightning.precision.grouped import rounds_weight_gradient

@@ -21,7 +21,7 @@ from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.main_gradient import AddsAtOnce
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantized.apply import Quantization
+from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.schedules.actions import Action, Kind, Placement
 from megatron_lightning.parallel.sequence import HeldTokens
 from megatron_lightning.parallel.streams import Streams

@@ -26,7 +26,8 @@ from megatron_lightning.parallel.kept_buffers import puts_off_in_regions
 from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import StageLayout, build_layout
-from megatron_lightning.parallel.quantized.apply import apply_quantization, chosen_linears
+from megatron_lightning.parallel.quantized.apply import apply_quantization
+from megatron_lightning.parallel.quantized.chosen_layers import chosen_linears
 from megatron_lightning.parallel.schedules.actions import Placement
 from megatron_lightning.parallel.schedules.build import SPLIT_SCHEDULES, placement_of
 from megatron_lightning.parallel.streams import Streams

@@ -16,7 +16,7 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.validate import check_batch_sizes
 from megatron_lightning.parallel.context.apply import check_context_parallel
-from megatron_lightning.parallel.quantized.apply import quantization_problems
+from megatron_lightning.parallel.quantized.chosen_layers import quantization_problems
 from megatron_lightning.parallel.tensor_checks import check_tensor_plan
 from megatron_lightning.runtime.parallelize import Target, outside_problems, stage_layout
 from megatron_lightning.runtime.recompute import recompute_problems

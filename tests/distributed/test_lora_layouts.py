@@ -18,7 +18,10 @@ from megatron_lightning.config import (
     RuntimeConfig,
 )
 from megatron_lightning.models import GPTModel
-from megatron_lightning.parallel.quantized.apply import chosen_linears, quantization_problems
+from megatron_lightning.parallel.quantized.chosen_layers import (
+    chosen_linears,
+    quantization_problems,
+)
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Run, assemble, assert_same_training, tiny_config, train
 

@@ -32,9 +32,12 @@ from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.plans import gpt_plan
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.pipeline import ChunkUnits
-from megatron_lightning.parallel.quantized import apply as quantization
+from megatron_lightning.parallel.quantized import recipes
+from megatron_lightning.parallel.quantized.apply import apply_quantization
+from megatron_lightning.parallel.quantized.chosen_layers import chosen_linears
 from megatron_lightning.parallel.quantized.experts import RowScaledExperts
 from megatron_lightning.parallel.quantized.products import QuantizedExperts, QuantizedProducts
+from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks
 from tests.harness import run_ranks
@@ -84,13 +87,13 @@ def quantize(
     *,
     parts: bool,
     table: Any = None,
-) -> quantization.Quantization:
+) -> Quantization:
     """As a training run does, on a device that is not refused."""
     plan = gpt_plan(network.config)
     if table is None:
         table = apply_tensor_parallel(network, plan, mesh.tp)
-    with patch.object(quantization, "device_problem", lambda *_, **__: None):
-        return quantization.apply_quantization(
+    with patch.object(recipes, "device_problem", lambda *_, **__: None):
+        return apply_quantization(
             [network],
             names,
             plan,
@@ -114,7 +117,7 @@ def measured(
     network, plan = GPTNetwork(model), gpt_plan(model)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.02)
-    names = frozenset(quantization.chosen_linears(network, plan, config))
+    names = frozenset(chosen_linears(network, plan, config))
     table = apply_tensor_parallel(network, plan, mesh.tp, sequence_parallel=parts)
     apply_random(network, ParallelMesh.single(), seed=1)
     network.to(torch.bfloat16)
@@ -233,7 +236,7 @@ def test_products_in_low_precision_are_not_put_off() -> None:
     network, plan = GPTNetwork(model), gpt_plan(model)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.02)
-    names = frozenset(quantization.chosen_linears(network, plan, config))
+    names = frozenset(chosen_linears(network, plan, config))
     quantize(network, names, config, ParallelMesh.single(), parts=False)
     queue = WeightGradients()
     of_weights = {id(parameter): name for name, parameter in network.named_parameters()}

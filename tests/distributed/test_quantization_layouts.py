@@ -17,8 +17,8 @@ from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import reduce_from_axis, reduce_scatter_dim
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantized.apply import _recipe
 from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
+from megatron_lightning.parallel.quantized.recipes import build_recipe
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from tests.harness import run_ranks, run_ranks_fresh
@@ -34,7 +34,7 @@ def products(recipe: str, split: str, tensor: MeshAxis) -> QuantizedProducts:
     made = UNITS.get(recipe)
     if made is None:
         config = QuantizationConfig(recipe=recipe, simulate=True, stochastic_rounding=False)  # type: ignore[arg-type]
-        made = _recipe(config, "layer", None, 1)
+        made = build_recipe(config, "layer", None, 1)
     return QuantizedProducts(
         recipe=made,
         split=split,  # type: ignore[arg-type]

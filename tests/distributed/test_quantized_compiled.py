@@ -11,7 +11,7 @@ from megatron_lightning.config import (
     RuntimeConfig,
 )
 from megatron_lightning.parallel import recompute
-from megatron_lightning.parallel.quantized import apply as quantization
+from megatron_lightning.parallel.quantized import recipes
 from megatron_lightning.strategies import precision_checks
 from tests.distributed.test_moe_compiled import counted
 from tests.harness import run_ranks_fresh
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def on_units(rank: int, size: int, run: Run) -> dict[str, Any]:
     """Train as if the device were not refused; in a process of its own."""
-    quantization.device_problem = lambda *_, **__: None  # type: ignore[attr-defined]
+    recipes.device_problem = lambda *_, **__: None  # type: ignore[attr-defined]
     precision_checks._quantization = lambda *_: iter(())
     keeping: list[bool] = []
     options = recompute.compile_options

@@ -17,9 +17,9 @@ from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.overlap.whole import Collectives
-from megatron_lightning.parallel.quantized.apply import Quantization
 from megatron_lightning.parallel.quantized.borders import one_operation
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
+from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe

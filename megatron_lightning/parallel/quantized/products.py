@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.quantized.borders import gradients, joins_parts, product
 from megatron_lightning.parallel.quantized.region import Borders, RegionLinear
+from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
@@ -38,8 +39,6 @@ from megatron_lightning.precision.operands import (
     identity,
 )
 
-TensorSplit = Literal["columns", "rows", "none"]
-"""What of a linear layer the tensor axis splits: output features, input features, nothing."""
 NoiseSource = Callable[[torch.Size, torch.Size, torch.device], Noise]
 """(shape of the layer's input, shape of the gradient's matrix, device) -> its noise."""
 

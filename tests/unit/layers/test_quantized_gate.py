@@ -10,8 +10,8 @@ from megatron_lightning.config import GPTConfig
 from megatron_lightning.layers import MLP, TorchBackend, quantized_gate
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantized.apply import Quantization
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
+from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
 from megatron_lightning.precision.operands import Recipe

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantized.apply import Quantization
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
+from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.precision.operands import (
     BOTH,
     MXFP8Recipe,

@@ -21,9 +21,9 @@ from megatron_lightning.parallel.quantized.apply import _experts
 from megatron_lightning.parallel.quantized.experts import RowScaledExperts
 from megatron_lightning.parallel.quantized.products import (
     QuantizedExperts,
-    TensorSplit,
     WeightClock,
 )
+from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import grouped
 from megatron_lightning.precision.fp8_casts import cast_stack_columns

@@ -11,8 +11,8 @@ from megatron_lightning.layers.gated_silu import gated_silu
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.parallel.quantized.apply import Quantization
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
+from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe

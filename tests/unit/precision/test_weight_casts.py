@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.quantized import apply as quantizations
+from megatron_lightning.parallel.quantized import quantization as quantizations
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.operands import Pair
 from megatron_lightning.precision.weight_casts import WeightCasts, fit
