@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_lightning.layers import TorchBackend
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.models.gpt_network import GPTNetwork
-from megatron_lightning.parallel.context import ragged as context_ragged
+from megatron_lightning.parallel.context import ragged_plans, ragged_shapes
 from megatron_lightning.parallel.context.attend import attend
 from megatron_lightning.parallel.context.cudnn_attention import CudnnKernel
 from megatron_lightning.parallel.context.flash import FlashKernel
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 needs_front_end = pytest.mark.skipif(
-    not context_ragged.front_end_installed(), reason="no nvidia-cudnn-frontend"
+    not ragged_plans.front_end_installed(), reason="no nvidia-cudnn-frontend"
 )
 TOLERANCE = 1.2e-2
 """Of the largest difference by the largest value, bfloat16."""
@@ -130,7 +130,7 @@ def test_front_end_with_other_keys_than_queries() -> None:
 
 @needs_front_end
 def test_one_plan_serves_many_lengths() -> None:
-    context_ragged.find_plan.cache_clear()
+    ragged_plans.find_plan.cache_clear()
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
         ends = torch.randperm(2047, generator=generator)[:8].add(1).sort().values.tolist()
@@ -142,7 +142,7 @@ def test_one_plan_serves_many_lengths() -> None:
         if max(lengths) > 1024 or min(lengths) < 1:
             continue
         check(CudnnKernel(ragged=True), lengths, lengths, CAUSAL, 64)
-    assert context_ragged.find_plan.cache_info().currsize == 2  # forward and backward
+    assert ragged_plans.find_plan.cache_info().currsize == 2  # forward and backward
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -193,7 +193,7 @@ def speeds(kernel: BlockKernel, lengths: list[int], size: int) -> tuple[float, f
 def test_table_of_speeds() -> None:
     """TFLOP/s of forward, and forward and backward, of each kernel; nothing is asserted."""
     kernels: dict[str, BlockKernel] = {"flash": FlashKernel()}
-    if context_ragged.front_end_installed():
+    if ragged_plans.front_end_installed():
         kernels["front end"] = CudnnKernel(ragged=True)
     print(f"\n{'documents':>34} {'size':>4}  " + "  ".join(f"{k:>16}" for k in kernels))
     rows = [(16384, mean, 64) for mean in (128, 300, 1024, 3000)]
@@ -209,7 +209,7 @@ def test_table_of_speeds() -> None:
 @needs_front_end
 def test_what_rounding_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """TFLOP/s when plans are for longer and more documents than there are; nothing is asserted."""
-    rounded_up = context_ragged.rounded_up
+    rounded_up = ragged_shapes.rounded_up
     for size, mean in ((64, 1024), (128, 300)):
         lengths = documents(16384, mean, 5)
         for factor in (1, 2, 4):
@@ -217,21 +217,21 @@ def test_what_rounding_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
             def more(count: int, smallest: int = 1, factor: int = factor) -> int:
                 return factor * rounded_up(count, smallest)
 
-            monkeypatch.setattr(context_ragged, "rounded_up", more)
-            context_ragged._sizes.cache_clear()
+            monkeypatch.setattr(ragged_shapes, "rounded_up", more)
+            ragged_shapes._sizes.cache_clear()
             forward, both = speeds(CudnnKernel(ragged=True), lengths, size)
             print(
                 f"{len(lengths)} documents, {size}, bounds x {factor}: {forward:.0f} / {both:.0f}"
             )
     monkeypatch.undo()
-    context_ragged._sizes.cache_clear()
+    ragged_shapes._sizes.cache_clear()
 
 
 def test_time_of_a_plan() -> None:
     """Milliseconds to build a plan and of the host a call; nothing is asserted."""
-    if not context_ragged.front_end_installed():
+    if not ragged_plans.front_end_installed():
         pytest.skip("no nvidia-cudnn-frontend")
-    context_ragged.find_plan.cache_clear()
+    ragged_plans.find_plan.cache_clear()
     kernel = CudnnKernel(ragged=True)
     query, key, value = draw(4096, 32, 128), draw(4096, 8, 128), draw(4096, 8, 128)
     for part, lengths in [("first", [1000, 3000, 96]), ("other", [1001, 2999, 96])]:

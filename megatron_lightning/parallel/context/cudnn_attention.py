@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_lightning.parallel.context.flash import FlashKernel, Gradients
 from megatron_lightning.parallel.context.plan import CAUSAL, Band, Span
-from megatron_lightning.parallel.context.ragged import RaggedKernel, front_end_installed
+from megatron_lightning.parallel.context.ragged import RaggedKernel
+from megatron_lightning.parallel.context.ragged_plans import front_end_installed
 
 MAX_CUDNN_HEAD_DIM = 128
 """Largest head of cuDNN's kernels for training."""

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.parallel.context import ragged as context_ragged
+from megatron_lightning.parallel.context import ragged_plans
 from megatron_lightning.parallel.context.cudnn_attention import CudnnKernel
 from megatron_lightning.parallel.context.plan import CAUSAL, FULL, Band, Span
-from megatron_lightning.parallel.context.ragged import (
-    Plan,
-    RaggedKernel,
-    indices,
-    knows,
-    plan_key,
-    rounded_up,
-)
+from megatron_lightning.parallel.context.ragged import RaggedKernel, knows
+from megatron_lightning.parallel.context.ragged_plans import Plan
+from megatron_lightning.parallel.context.ragged_shapes import indices, plan_key, rounded_up
 
 
 def spans(*lengths: int) -> tuple[Span, ...]:
@@ -100,10 +95,10 @@ def front_end(monkeypatch: pytest.MonkeyPatch) -> Any:
         plan.graph.runs.append(tensors)
 
     monkeypatch.setattr(Plan, "__call__", run)
-    for cached in (context_ragged.find_plan, context_ragged._handle):
+    for cached in (ragged_plans.find_plan, ragged_plans._handle):
         cached.cache_clear()
     yield module
-    for cached in (context_ragged.find_plan, context_ragged._handle):
+    for cached in (ragged_plans.find_plan, ragged_plans._handle):
         cached.cache_clear()
 
 
