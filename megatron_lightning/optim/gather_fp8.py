@@ -55,14 +55,8 @@ class FP8Gather:
     def begin(self) -> Any:
         """Start to give the own slice to the other ranks; returns what to wait for."""
         data, own = self._data, self._pieces[self._shard.rank]
-        amax = data.new_zeros(len(self._spans), dtype=torch.float32)
-        for piece in own:
-            if piece.weight is not None:
-                amax[piece.weight] = data[piece.start : piece.stop].abs().amax()
-        for axis in (self._shard, self._tensor):
-            amax = all_reduce_(amax, axis, "max")
-        scales = power_of_two_scale(amax, E4M3_MAX)
-        self._inverses = scales.reciprocal()
+        length = data.numel() // self._shard.size
+        scales = self.find_scales(data[self._shard.rank * length :][:length])
         sent = data.new_zeros(self.bytes, dtype=torch.uint8)
         for piece in own:
             values = data[piece.start : piece.stop]
@@ -71,6 +65,21 @@ class FP8Gather:
             sent[piece.place : piece.place + piece.size].copy_(values.view(torch.uint8))
         self._joined = sent.new_empty(self._shard.size * self.bytes)
         return all_gather_single(self._joined, sent, group=self._shard.group, async_op=True)
+
+    def find_scales(self, values: Tensor) -> Tensor:
+        """Of the weights in eight bits, whose own values stand in the own slice. All ranks must
+        call it.
+        """
+        begin = self._shard.rank * len(values)
+        amax = values.new_zeros(len(self._spans), dtype=torch.float32)
+        for piece in self._pieces[self._shard.rank]:
+            if piece.weight is not None:
+                amax[piece.weight] = values[piece.start - begin : piece.stop - begin].abs().amax()
+        for axis in (self._shard, self._tensor):
+            amax = all_reduce_(amax, axis, "max")
+        scales = power_of_two_scale(amax, E4M3_MAX)
+        self._inverses = scales.reciprocal()
+        return scales
 
     def finish(self) -> None:
         """Put into `data` what has arrived, the own slice too: all ranks hold the same, `given`."""
@@ -90,7 +99,7 @@ class FP8Gather:
         self._joined = None
 
     def given(self, values: Tensor, place: int) -> Tensor:
-        """What the last gather has put into `data` for own values that begin at `place`."""
+        """What a gather by the last scales puts into `data` for own values beginning at `place`."""
         weight = next((i for i, (a, b) in enumerate(self._spans) if a <= place < b), None)
         if weight is None or self._inverses is None:
             return values

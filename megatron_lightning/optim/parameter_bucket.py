@@ -78,6 +78,14 @@ class ParameterBucket:
                 parameter.data = view
 
     @torch.no_grad()
+    def note_given(self) -> None:
+        """Parameters hold what a gather of these masters gave, as in a checkpoint. All ranks must
+        call it.
+        """
+        if self.fp8 is not None:
+            self.fp8.find_scales(self.masters.to(self.data))
+
+    @torch.no_grad()
     def begin_gather(self, *, rounded: bool = False) -> None:
         """Round the masters to the own part, unless that has been done, and start to give it to the
         other ranks.

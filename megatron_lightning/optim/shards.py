@@ -249,6 +249,12 @@ class ParameterShards:
                 if made.has_copies and names is not None and name in names:
                     part.copy_(made.own_values(part))
 
+    def note_given(self) -> None:
+        """Parameters hold what masters gave, as in a checkpoint. All ranks must call it."""
+        self.wait()
+        for made in self._made:
+            made.note_given()
+
     @torch.no_grad()
     def master_copies(self, names: Iterable[str]) -> dict[str, MasterCopy]:
         """The masters of this rank's parts of `names`, to be compared with the parameters, which

@@ -75,6 +75,11 @@ class WeightWrites:
         self.follow()
         self._versions = list(map(_version, self._weights.values()))
 
+    def forget(self) -> None:
+        """Forget what was written in place or moved until now."""
+        self.note()
+        self._places = list(map(_place, self._weights.values()))
+
     def names(self) -> list[str]:
         """What has been written to since this was last asked, noted or followed."""
         self.follow()
@@ -114,8 +119,10 @@ class MasterCopy:
         """Some rows at a time: the master, the weight beside it, and where they are the same."""
         for master, values in zip(_parts(self.master), _parts(self.weight), strict=True):
             weight, rounded = values.to(master.device), master.to(values.dtype)
-            before = rounded if self.given is None else self.given(rounded)
-            yield master, weight, (before == weight) | (before.isnan() & weight.isnan())
+            same = (rounded == weight) | (rounded.isnan() & weight.isnan())
+            if self.given is not None:
+                same |= self.given(rounded) == weight
+            yield master, weight, same
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

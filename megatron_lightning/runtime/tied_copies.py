@@ -46,8 +46,8 @@ class TiedCopies:
         return self._written
 
     def note(self) -> None:
-        """After this package has written to them."""
-        self._writes.note()
+        """After this package has written to them, or moved them."""
+        self._writes.forget()
 
     def check(self, optimizers: Sequence[Optimizer], updated: Mapping[str, Tensor]) -> None:
         """ValueError where the copies are treated differently. Both stages must call it, with

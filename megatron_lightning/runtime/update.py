@@ -93,7 +93,8 @@ class ParameterUpdate:
         self._writes: UserWrites | None = None
         holder = shards if isinstance(shards, ParameterShards) else self.masters
         if holder is not None:
-            self._writes = UserWrites(holder, suspects, mesh.control_group)
+            copies = has_masters or config.data_parallel.offload_optimizer
+            self._writes = UserWrites(holder, suspects if copies else (), mesh.control_group)
         self.remember_weights()
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
@@ -234,9 +235,9 @@ class ParameterUpdate:
 
     def before_step(self) -> None:
         """Right before the optimizer's step, after clipping."""
+        self._tied.look()  # first: what was written to other memory is put back below
         if self._writes is not None:
             self._writes.before_step()
-        self._tied.look()
         if self._folded is not None:
             self._folded.before_step()
 
@@ -253,8 +254,8 @@ class ParameterUpdate:
                 self.masters.copy_to_model()
             if self._model.buckets is not None:
                 self.masters.detach_gradients()
-            assert self._writes is not None
-            self._writes.note()
+            if self._writes is not None:
+                self._writes.note()
         self._tied.note()
         if self._folded is not None:
             self._folded.finish()
@@ -374,6 +375,8 @@ class ParameterUpdate:
             self._writes.note()
         self._tied.note()
         shards = None if self.distributed is None else self.distributed.shards
+        if isinstance(shards, ParameterShards):
+            shards.note_given()
         if self.has_masters or (isinstance(shards, ParameterShards) and shards.has_copies):
             self.wait()
             self._changes = WeightChanges(self._weights_with_masters())
@@ -407,6 +410,7 @@ class ParameterUpdate:
         """Take for masters what user code has written to weights since these were last made of
         them; see `UserWrites.take`.
         """
+        self._tied.look()
         if self._writes is not None:
             self._writes.take(before)
 
@@ -416,6 +420,7 @@ class ParameterUpdate:
         """
         if wait:
             self.take_writes()
+        self._writes = None  # from now on whoever moves or casts the module means the weights alone
         if self._gate is not None:
             self._gate.detach()
         if self._folded is not None:

@@ -53,7 +53,8 @@ class UserWrites:
 
     def take(self, before: Callable[[], None] = lambda: None) -> None:
         """Take what was written since the masters' values were last given to the weights; `before`
-        is called first if there is any. Nothing waits for the device, nor for another rank.
+        is called first if there is any. Nothing waits for another rank, nor, unless masters lie in
+        host memory, for the device.
         """
         written: Iterable[str] = self._writes.names()
         if self._looks_always:
@@ -62,7 +63,7 @@ class UserWrites:
             before()
             for copy in self._holder.master_copies(written).values():
                 copy.take_written()
-            self._writes.names()  # what was put back lies elsewhere again
+            self._writes.forget()  # what was put back lies elsewhere again
 
     def before_step(self) -> None:
         """Take what was written, right before the optimizer's step. All ranks must call it."""
@@ -88,7 +89,7 @@ class UserWrites:
         warn_once(
             f"Weights{where} are written to through `.data`, NumPy or an address, which leaves no"
             f" trace; {who} may do so. Masters would undo that in the next step, and may have since"
-            " the first ones; from now on they are compared with all weights in each step, which"
+            " the third; from now on they are compared with all weights in each step, which"
             " takes time. Write to the parameter itself, under torch.no_grad()"
         )
 
@@ -101,5 +102,5 @@ class UserWrites:
 
 
 def _looks_in(step: int) -> bool:
-    """In the second and the third step, the 16th, and then four times later each."""
-    return step in (2, 3) or (step >= 16 and step.bit_count() == 1 and step.bit_length() % 2 == 1)
+    """In the first three steps, the 16th, and then four times later each."""
+    return step <= 3 or (step >= 16 and step.bit_count() == 1 and step.bit_length() % 2 == 1)
