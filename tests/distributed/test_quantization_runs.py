@@ -171,14 +171,18 @@ def test_first_last_and_excluded_layers_stay() -> None:
     assert "network.decoder.layers.1.mlp.linear_fc1.weight" in low["names"]
 
 
-def test_users_own_networks() -> None:
+@pytest.mark.parametrize(("size", "recipe"), [(2, "nvfp4"), (1, "fp8_delayed")])
+def test_users_own_networks(size: int, recipe: str) -> None:
     """Linear layers of torch, within a plan's layers."""
     layout = dict(
-        plan=decoder_plan(), quantization=quantized("nvfp4", keep_first=0), tensor_parallel_size=2
+        plan=decoder_plan(),
+        quantization=quantized(recipe, keep_first=0),
+        tensor_parallel_size=size,
     )
-    ranks = run_ranks_fresh(fit, 2, user_run(layout=layout, steps=2), "", None, "own")
-    assert ranks[0]["layers"] == ranks[1]["layers"]
+    ranks = run_ranks_fresh(fit, size, user_run(layout=layout, steps=2), "", None, "own")
+    assert ranks[0]["layers"] == ranks[-1]["layers"]
     assert ranks[0]["layers"]
+    assert bool(ranks[0]["histories"]) == (recipe == "fp8_delayed")
     assert not any(".head" in name or ".3." in name for name in ranks[0]["layers"])
 
 

@@ -97,7 +97,7 @@ def _delayed_scaling(
     if config.recipe != "fp8_delayed":
         return None
     return DelayedScaling(
-        [name for name, module in modules.items() if hasattr(module, "quantized")],
+        [name for name, module in modules.items() if not hasattr(module, "quantized_experts")],
         gradient=config.gradient,
         length=config.amax_history_length,
         margin=config.margin,
