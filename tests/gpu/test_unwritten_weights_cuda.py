@@ -1,5 +1,5 @@
-"""Where user code writes to no weight, none is found written on GPUs either: by Adam's kernel, graphs,
-and parameters that are gathered meanwhile.
+"""Where user code writes to no weight, none is found written on GPUs either: by Adam's kernel,
+graphs, and parameters that are gathered meanwhile.
 """
 
 from dataclasses import replace
