@@ -12,6 +12,9 @@ the conjugate operators of Megatron-LM (arXiv 1909.08053, section 3) and of its 
 | gather_dim(backward="split") | all-gather | own part |
 | reduce_scatter_dim | reduce-scatter | all-gather |
 | scatter_dim | own part | all-gather |
+
+In compiled code they are torch's functional collectives: an asynchronous one would break the graph,
+and torch 2.11 loses the gradient of what was reduced in place, or is a view, in a forward.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from megatron_lightning.parallel.axes import MeshAxis
@@ -88,11 +92,18 @@ def begin_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Finish:
 
 def all_gather(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Join every rank's `x` (equal shapes) along `dim`, in axis order; no gradient."""
+    if axis.size > 1 and torch.compiler.is_compiling():
+        joined = functional.all_gather_tensor(x.contiguous(), 0, axis.group)
+        return joined if dim % x.dim() == 0 else torch.cat(joined.chunk(axis.size, 0), dim)
     return begin_all_gather(x, axis, dim)()
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Sum `x` over the axis and keep the own one of equal parts along `dim`; no gradient."""
+    if axis.size > 1 and torch.compiler.is_compiling():
+        dim = _check_divides(x, axis, dim)
+        parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim), 0)
+        return functional.reduce_scatter_tensor(parts, "sum", 0, axis.group)
     return begin_reduce_scatter(x, axis, dim)()
 
 
@@ -151,13 +162,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(_owned(grad), ctx.axis), None
+        return _all_reduce(grad, ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        return all_reduce_(_owned(x), axis)
+        return _all_reduce(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -201,16 +212,19 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return own_part(x, axis, dim).contiguous()
+        part = own_part(x, axis, dim)
+        return part.clone() if torch.compiler.is_compiling() else part.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
-def _owned(x: Tensor) -> Tensor:
-    """A contiguous copy that may be reduced in place: others may still hold `x`."""
-    return x.clone(memory_format=torch.contiguous_format)
+def _all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
+    """The sum over the axis, in memory of its own: others may still hold `x`."""
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(x.contiguous(), "sum", axis.group)
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis)
 
 
 def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> int:

@@ -1,5 +1,7 @@
 """Each collective pair against the same function on one process, values and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,3 +121,28 @@ def _strided_gradient(rank: int, size: int) -> None:
 
 def test_gradients_that_are_not_contiguous() -> None:
     run_ranks(_strided_gradient, 2)
+
+
+def _in_a_region(rank: int, size: int) -> None:
+    """Without a graph break, forwards and backwards."""
+    axis = _axis(size)
+
+    def through(x: Tensor) -> Tensor:
+        """A part of the sequence, through each pair -> likewise."""
+        y = reduce_scatter_dim(gather_dim(x.sin(), axis, 0) * (rank + 1), axis, 0)
+        y = gather_dim(scatter_dim(y, axis, -1).cos(), axis, -1, backward="split")
+        return reduce_from_axis(copy_to_axis(y * 3, axis).sin(), axis)
+
+    torch._dynamo.reset()
+    results: list[tuple[Any, Any]] = []
+    for run in (through, torch.compile(through, fullgraph=True, backend="aot_eager")):
+        x = _tensor(rank, *SHAPE).requires_grad_()
+        y = run(x)
+        y.square().sum().backward()
+        results.append((y, x.grad))
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)
+
+
+def test_pairs_lie_in_one_compiled_graph() -> None:
+    run_ranks(_in_a_region, 2, timeout=180)

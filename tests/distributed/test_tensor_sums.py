@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 
-from megatron_lightning.config import GPTConfig, RecomputeConfig, RuntimeConfig
+from megatron_lightning.config import GPTConfig, LatentAttentionConfig, RuntimeConfig
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.parallel.axes import MeshAxis
@@ -226,14 +226,19 @@ def test_a_recomputed_product_takes_the_same_sum(compiled: bool, sums: bool) -> 
     run_ranks(_gated, 2, compiled, sums, timeout=180)
 
 
+LATENT = LatentAttentionConfig(
+    kv_lora_rank=24, q_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=20
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_compiled_network_trains_as_one_process(recompute: Any) -> None:
+def test_a_compiled_network_with_collectives_apart_trains_as_one_process() -> None:
     """One graph each for training and evaluation, in every step."""
-    layout = dict(tensor_parallel_size=2, micro_batch_size=2)
+    layout: dict[str, Any] = dict(
+        tensor_parallel_size=2, sequence_parallel=True, micro_batch_size=2
+    )
     layout |= dict(runtime=RuntimeConfig(compile_layers=True))
-    layout |= dict(recompute=RecomputeConfig(mode=recompute))
-    config = tiny_config(num_query_groups=4, add_bias_linear=True, gated_linear_unit=False)
+    config = tiny_config(latent_attention=LATENT, num_query_groups=0)
     run = Run(config=config, layout=layout, steps=3, keep_gradients=(0, 2))
     alone = run_ranks_fresh(train, 1, dataclasses.replace(run, layout={}))[0]
     ranks = run_ranks_fresh(counted, 2, run, timeout=280)
