@@ -29,6 +29,7 @@ from megatron_lightning.parallel.overlap.layers import (
     scattered_product,
 )
 from megatron_lightning.parallel.overlap.sums import summed_product
+from megatron_lightning.utils.tensors import no_view
 
 
 def gated_linear(
@@ -109,7 +110,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.sink, ctx.sums = sink, sums
         if way is not None:
             return summed_product(gated_silu(inner), weight, way)
-        return F.linear(gated_silu(inner), weight, bias)
+        return no_view(F.linear(gated_silu(inner), weight, bias))
 
     @staticmethod
     @once_differentiable

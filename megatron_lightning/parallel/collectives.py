@@ -213,7 +213,9 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         part = own_part(x, axis, dim)
-        return part.clone() if torch.compiler.is_compiling() else part.contiguous()
+        if torch.compiler.is_compiling():
+            return part.clone(memory_format=torch.contiguous_format)
+        return part.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

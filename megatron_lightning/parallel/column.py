@@ -31,6 +31,7 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.main_gradient import both_gradients, weight_gradient
 from megatron_lightning.parallel.overlap.layers import Overlap, gathered_linear
 from megatron_lightning.parallel.overlap.sums import copied_linear
+from megatron_lightning.utils.tensors import no_view
 
 
 class DefersWeightGradient(Protocol):
@@ -117,7 +118,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.dim, ctx.sink, ctx.sums = axis, dim, sink, sums
-        return F.linear(x if dim is None else all_gather(x, axis, dim), weight, bias)
+        return no_view(F.linear(x if dim is None else all_gather(x, axis, dim), weight, bias))
 
     @staticmethod
     @once_differentiable

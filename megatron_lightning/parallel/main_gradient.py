@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.utils.tensors import no_view
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -169,7 +170,7 @@ class _SummingLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return no_view(F.linear(x, weight, bias))
 
     @staticmethod
     @once_differentiable

@@ -234,7 +234,7 @@ def _sums_itself(layer: Any) -> bool:
 
 
 def _plain(border: Any) -> Any:
-    """A border of a split sequence that knows collectives alone."""
+    """A border that knows collectives alone."""
     if isinstance(border, (ColumnInput, RowOutput)) and border.overlap is not None:
         return replace(border, overlap=border.overlap.plain())
     return border

@@ -3,6 +3,7 @@ sums, the same numbers as with sums apart, and one compiled graph.
 """
 
 import dataclasses
+import functools
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,12 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 
-from megatron_lightning.config import GPTConfig, LatentAttentionConfig, RuntimeConfig
+from megatron_lightning.config import (
+    GPTConfig,
+    LatentAttentionConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+)
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.torch_backend import TorchBackend
 from megatron_lightning.parallel.axes import MeshAxis
@@ -22,6 +28,7 @@ from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap import whole as whole_products
 from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.overlap.whole import Collectives
+from megatron_lightning.parallel.peers.exchange import MessageExchange
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from tests.distributed.test_gated_overlap import GATED, Sum
@@ -78,6 +85,50 @@ def test_with_their_sums_layers_give_what_they_give_apart(
     kind: Any, frozen: tuple[str, ...]
 ) -> None:
     run_ranks(_same, 2, kind, frozen)
+
+
+class InPlace(Pair):
+    """Writes to what its layers give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu_())
+        y += 1
+        return y
+
+
+class Apart(Pair):
+    """The same, without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) + 1
+
+
+def _written(rank: int, size: int, way: str, sequence_parallel: bool) -> None:
+    axis = _axis(size)
+    results = []
+    for kind in (Apart, InPlace):
+        pair = kind(functools.partial(nn.Linear, bias=False, device="meta"))
+        way_of = MessageExchange if way == "messages" else Collectives
+        table = apply_tensor_parallel(
+            pair,
+            PLAN,
+            axis,
+            sequence_parallel=sequence_parallel,
+            overlap=Overlap.of(way_of(axis)),
+        )
+        materialise(pair, table, seed=0, device="cpu")
+        x = some_input().chunk(size)[rank].clone() if sequence_parallel else some_input()
+        results.append(gradients(pair, x))
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize(
+    ("way", "sequence_parallel"),
+    [("collectives", False), ("collectives", True), ("messages", True)],
+)
+def test_what_layers_give_may_be_written_to(way: str, sequence_parallel: bool) -> None:
+    run_ranks(_written, 2, way, sequence_parallel)
 
 
 def _kept(rank: int, size: int) -> None:
@@ -231,16 +282,35 @@ LATENT = LatentAttentionConfig(
 )
 
 
-@pytest.mark.slow
-def test_a_compiled_network_with_collectives_apart_trains_as_one_process() -> None:
+def assert_compiled_trains_alike(run: Run) -> None:
     """One graph each for training and evaluation, in every step."""
-    layout: dict[str, Any] = dict(
-        tensor_parallel_size=2, sequence_parallel=True, micro_batch_size=2
-    )
-    layout |= dict(runtime=RuntimeConfig(compile_layers=True))
-    config = tiny_config(latent_attention=LATENT, num_query_groups=0)
-    run = Run(config=config, layout=layout, steps=3, keep_gradients=(0, 2))
     alone = run_ranks_fresh(train, 1, dataclasses.replace(run, layout={}))[0]
     ranks = run_ranks_fresh(counted, 2, run, timeout=280)
     assert_same_training(ranks, alone)
     assert [rank["graphs"] for rank in ranks] == [[2] * run.steps] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_compiled_network_trains_as_one_process(recompute: Any) -> None:
+    layout: dict[str, Any] = dict(
+        tensor_parallel_size=2,
+        micro_batch_size=2,
+        runtime=RuntimeConfig(compile_layers=True),
+        recompute=RecomputeConfig(mode=recompute),
+    )
+    config = tiny_config(num_query_groups=4, add_bias_linear=True, gated_linear_unit=False)
+    run = Run(config=config, layout=layout, steps=3, keep_gradients=(0, 2))
+    assert_compiled_trains_alike(run)
+
+
+@pytest.mark.slow
+def test_a_compiled_network_with_collectives_apart_trains_as_one_process() -> None:
+    layout: dict[str, Any] = dict(
+        tensor_parallel_size=2,
+        sequence_parallel=True,
+        micro_batch_size=2,
+        runtime=RuntimeConfig(compile_layers=True),
+    )
+    config = tiny_config(latent_attention=LATENT, num_query_groups=0)
+    assert_compiled_trains_alike(Run(config=config, layout=layout, steps=3, keep_gradients=(0, 2)))

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lightning.utils.tensors import no_view
+
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(T, in), (out, in), (out,) -> (T, out) in `dtype`; gradients come in the inputs' dtypes."""
@@ -24,7 +26,8 @@ class _ExactLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        other = None if bias is None else bias.to(dtype)
+        return no_view(F.linear(x.to(dtype), weight.to(dtype), other))
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""By what way the products of a split sequence get its parts, and whether they hide it."""
+"""By what way split layers get parts of a sequence, or sums, and whether their products hide it."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from megatron_lightning.parallel.peers.exchange import Exchange
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What a layer knows of the ways to move a sequence's parts. Each is held here, so that it
-    lives as long as the layers.
+    """What a layer knows of the ways to move a sequence's parts, or to sum what ranks have of it
+    whole. Each is held here, so that it lives as long as the layers.
     """
 
     size: int

@@ -21,6 +21,7 @@ from megatron_lightning.parallel.overlap import whole as whole_products
 from megatron_lightning.parallel.overlap.by_parts import WeightGradient
 from megatron_lightning.parallel.overlap.whole import Collectives
 from megatron_lightning.parallel.peers.exchange import Exchange
+from megatron_lightning.utils.tensors import no_view
 
 exchanges: weakref.WeakValueDictionary[str, Exchange | Collectives] = weakref.WeakValueDictionary()
 """By the name of their axis."""
@@ -35,7 +36,7 @@ def run_gather_linear(
         y = whole_products.gather_product(_rows(x), weight, bias, exchange.axis)
     else:
         y = overlapped.gather_product(_rows(x), weight, bias, exchange)
-    return y.view(size * x.shape[0], *x.shape[1:-1], weight.shape[0])
+    return no_view(y.view(size * x.shape[0], *x.shape[1:-1], weight.shape[0]))
 
 
 def run_linear_scatter(x: Tensor, weight: Tensor, name: str, size: int) -> Tensor:
@@ -45,13 +46,13 @@ def run_linear_scatter(x: Tensor, weight: Tensor, name: str, size: int) -> Tenso
         y = whole_products.product_scatter(_rows(x), weight, exchange.axis)
     else:
         y = overlapped.product_scatter(_rows(x), weight, exchange)
-    return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
+    return no_view(y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0]))
 
 
 def run_linear_sum(x: Tensor, weight: Tensor, name: str) -> Tensor:
     """See `summed_product`."""
     y = whole_products.product_sum(_rows(x), weight, exchanges[name].axis)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return no_view(y.view(*x.shape[:-1], weight.shape[0]))
 
 
 def run_gather_linear_backward(

@@ -23,6 +23,7 @@ from megatron_lightning.parallel.overlap.operations import (
     run_copy_linear_backward,
     run_linear_sum,
 )
+from megatron_lightning.utils.tensors import no_view
 
 
 def copied_linear(
@@ -59,7 +60,7 @@ class _CopyLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.sums = name, sums
-        return F.linear(x, weight, bias)
+        return no_view(F.linear(x, weight, bias))
 
     @staticmethod
     @once_differentiable

@@ -38,6 +38,7 @@ from megatron_lightning.precision.operands import (
     Wanted,
     identity,
 )
+from megatron_lightning.utils.tensors import no_view
 
 NoiseSource = Callable[[torch.Size, torch.Size, torch.device], Noise]
 """(shape of the layer's input, shape of the gradient's matrix, device) -> its noise."""
@@ -312,7 +313,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.noise = None if products.noise is None else products.noise(shape, rows, y.device)
         _save(ctx, weight, transposed)
         ctx.products, ctx.axis, ctx.dim, ctx.part, ctx.sums = products, axis, dim, part, sums
-        return y if bias is None else y.add_(bias)
+        return no_view(y if bias is None else y.add_(bias))
 
     @staticmethod
     @once_differentiable
