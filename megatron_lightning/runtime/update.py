@@ -6,7 +6,7 @@ One object for the strategy, whatever is sharded over the data axis: masters of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.fsdp import ShardedGradients
 from megatron_lightning.parallel.mesh import ParallelMesh
-from megatron_lightning.precision.changes import WeightChanges
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.policy import PrecisionPolicy
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
@@ -33,8 +32,7 @@ from megatron_lightning.runtime.folded_step import FoldedStep
 from megatron_lightning.runtime.layer_gate import LayerGate
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.tail_norms import TailNorms
-from megatron_lightning.runtime.tied_copies import TiedCopies
-from megatron_lightning.runtime.user_writes import UserWrites
+from megatron_lightning.runtime.weight_watch import WeightWatch
 
 MOMENTS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -88,14 +86,14 @@ class ParameterUpdate:
                 initial=model.initial_values,
                 agree=self._agree,
             )
-        self._tied = TiedCopies(model, mesh)
-        self._changes: WeightChanges | None = None
-        self._writes: UserWrites | None = None
-        holder = shards if isinstance(shards, ParameterShards) else self.masters
-        if holder is not None:
-            copies = has_masters or config.data_parallel.offload_optimizer
-            self._writes = UserWrites(holder, suspects if copies else (), mesh.control_group)
-        self.remember_weights()
+        copies = has_masters or config.data_parallel.offload_optimizer
+        self._watch = WeightWatch(
+            model,
+            mesh,
+            shards if shards is not None else self.masters,
+            suspects=suspects if copies else (),
+            agree=self._agree,
+        )
         self._gate: LayerGate | None = None
         if defer and isinstance(shards, ParameterShards):
             self._gate = LayerGate(model, shards.wait)
@@ -159,10 +157,7 @@ class ParameterUpdate:
             self._tail.begin()
         buckets = self._model.buckets
         assert buckets is not None
-        self.take_changes()
-        if self._tied.look():
-            self.wait()
-        self._tied.check(self.optimizers, self.updated())
+        self._watch.open(self.optimizers, self.updated())
         stale = buckets.is_stale
         if stale:
             self.wait()
@@ -175,8 +170,7 @@ class ParameterUpdate:
                 buckets.reset()  # weights lie elsewhere now, and layers find their sums by that
         elif self.masters is not None:
             self.masters.adopt()
-        if self._writes is not None:
-            self._writes.follow()
+        self._watch.follow()
 
     def begin_run(self) -> None:
         """Before the forward passes of a batch: take gradients away, and wait for parameters that
@@ -235,9 +229,7 @@ class ParameterUpdate:
 
     def before_step(self) -> None:
         """Right before the optimizer's step, after clipping."""
-        self._tied.look()  # first: what was written to other memory is put back below
-        if self._writes is not None:
-            self._writes.before_step()
+        self._watch.before_step()
         if self._folded is not None:
             self._folded.before_step()
 
@@ -254,9 +246,7 @@ class ParameterUpdate:
                 self.masters.copy_to_model()
             if self._model.buckets is not None:
                 self.masters.detach_gradients()
-            if self._writes is not None:
-                self._writes.note()
-        self._tied.note()
+        self._watch.finish_step()
         if self._folded is not None:
             self._folded.finish()
 
@@ -370,49 +360,22 @@ class ParameterUpdate:
             self.masters.copy_from_model()
 
     def remember_weights(self) -> None:
-        """Note what weights are, now that masters are as they are meant to be."""
-        if self._writes is not None:
-            self._writes.note()
-        self._tied.note()
-        shards = None if self.distributed is None else self.distributed.shards
-        if isinstance(shards, ParameterShards):
-            shards.note_given()
-        if self.has_masters or (isinstance(shards, ParameterShards) and shards.has_copies):
-            self.wait()
-            self._changes = WeightChanges(self._weights_with_masters())
-
-    def _weights_with_masters(self) -> dict[str, Tensor]:
-        """By names that all ranks with equal parts of the model share. Frozen ones have none."""
-        names: Collection[str] = ()
-        if self.distributed is not None:
-            names = self.distributed.shards.names
-        elif self.masters is not None:
-            names = self.masters.weights.keys()
-        return {name: value for name, value in self._model.parameters.items() if name in names}
+        """Note what weights are, now that masters are as they are meant to be. All ranks must call
+        it.
+        """
+        self._watch.remember()
 
     def take_changes(self) -> None:
         """Before the first batch: take for masters what hooks have made of weights meanwhile. All
         ranks must call it; it waits for the device, once.
         """
-        if self._changes is None:
-            return
-        self.wait()
-        changed = self._changes.names(self._agree)
-        self._changes = None
-        if changed and self.distributed is not None:
-            self.distributed.shards.copy_from_model(changed)
-        elif changed and self.masters is not None:
-            self.masters.copy_from_model(changed)
-        if self._writes is not None:
-            self._writes.note()
+        self._watch.take_changes()
 
     def take_writes(self, before: Callable[[], None] = lambda: None) -> None:
         """Take for masters what user code has written to weights since these were last made of
-        them; see `UserWrites.take`.
+        them; `before` is called first if there is any.
         """
-        self._tied.look()
-        if self._writes is not None:
-            self._writes.take(before)
+        self._watch.take_writes(before)
 
     def close(self, *, wait: bool = True) -> None:
         """End training; what is updated can still be saved. Without `wait` (after a failure, when
@@ -420,7 +383,7 @@ class ParameterUpdate:
         """
         if wait:
             self.take_writes()
-        self._writes = None  # from now on whoever moves or casts the module means the weights alone
+        self._watch.end()
         if self._gate is not None:
             self._gate.detach()
         if self._folded is not None:
