@@ -19,7 +19,8 @@ from megatron_lightning.runtime import user_writes
 from tests import layout_runs
 from tests.distributed.test_user_writes import LAYOUTS, RUN, SHARDED
 from tests.harness import run_ranks_fresh
-from tests.layout_runs import Batches, Recorder, Run, make_strategy, train
+from tests.layout_runs import Batches, Recorder, Run, train
+from tests.user_runs import quiet_trainer
 
 EIGHT = QuantizationConfig(
     recipe="fp8_tensorwise", simulate=True, fp8_gather=True, keep_first=0, keep_last=0
@@ -99,28 +100,13 @@ def test_counted_writes_are_no_silent_ones_in_eight_bits() -> None:
 # ---------------------------------------------------------------- around a fit
 
 
-def make_trainer(run: Run, world_size: int, *callbacks: L.Callback) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=run.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=make_strategy(run.layout),
-        callbacks=list(callbacks),
-        **run.trainer,
-    )
-
-
 def updated(trainer: L.Trainer) -> dict[str, Tensor]:
     strategy: Any = trainer.strategy
     return {name: value.detach().clone() for name, value in strategy.update.updated().items()}
 
 
 def fit_and_cast(rank: int, world_size: int, run: Run, folder: str) -> dict[str, Any]:
-    module, trainer = GPTModel(run.config), make_trainer(run, world_size)
+    module, trainer = GPTModel(run.config), quiet_trainer(run, world_size, [])
     trainer.fit(module, Batches(run))
     before = updated(trainer)
     module.float()
@@ -162,11 +148,11 @@ class WritesOne(L.Callback):
 
 
 def fit_twice(rank: int, world_size: int, run: Run, folder: str) -> dict[str, int]:
-    first = make_trainer(run, world_size)
+    first = quiet_trainer(run, world_size, [])
     first.fit(GPTModel(run.config), Batches(run))
     first.save_checkpoint(folder)
     callback = WritesOne()
-    again = make_trainer(replace(run, steps=run.steps + 1), world_size, callback)
+    again = quiet_trainer(replace(run, steps=run.steps + 1), world_size, [callback])
     again.fit(GPTModel(run.config), Batches(replace(run, steps=run.steps + 1)), ckpt_path=folder)
     return callback.changed
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -21,11 +20,11 @@ from tests.layout_runs import (
     Run,
     assemble,
     assert_same_training,
-    make_strategy,
     tiny_config,
     train,
 )
 from tests.user_modules import VOCABULARY, OwnTransformer, decoder_plan
+from tests.user_runs import quiet_trainer
 
 LIMIT = 2.0**-5
 """Bfloat16 has it, float16 too."""
@@ -270,17 +269,7 @@ class Critic(OwnTransformer):
 
 
 def fit_by_hand(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=run.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=make_strategy(run.layout),
-        **run.trainer,
-    )
+    trainer = quiet_trainer(run, world_size, [])
     trainer.fit(Critic(), Batches(run))
     updated: Any = trainer.strategy
     return {name: value.detach().clone() for name, value in updated.update.updated().items()}
