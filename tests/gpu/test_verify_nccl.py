@@ -67,15 +67,17 @@ def test_layouts_of_two_gpus(precision: str, tmp_path: Path) -> None:
     assert code == 0
 
 
+@pytest.mark.parametrize("layouts", ["tp2+sp pp2", "cp2 dp2+zero1"])
 @pytest.mark.parametrize("backend", ["torch", "transformer_engine"])
-def test_layouts_of_two_gpus_with_compiled_layers(backend: str, tmp_path: Path) -> None:
+def test_layouts_of_two_gpus_with_compiled_layers(
+    backend: str, layouts: str, tmp_path: Path
+) -> None:
     if backend == "transformer_engine":
         pytest.importorskip("transformer_engine")
     config, values = tmp_path / "config.yaml", tmp_path / "report.json"
     config.write_text(CONFIG % backend)
     arguments = (
-        f"--config {config} --synthetic --layouts tp2+sp pp2 cp2 dp2+zero1"
-        f" --accelerator gpu --json {values}"
+        f"--config {config} --synthetic --layouts {layouts} --accelerator gpu --json {values}"
     )
     code = run_ranks_fresh(status, 1, arguments, timeout=500)[0]
     for candidate in json.loads(values.read_text())["candidates"]:
