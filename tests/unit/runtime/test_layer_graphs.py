@@ -319,8 +319,13 @@ def test_what_changes_behind_a_recording_is_noticed(
             dict(runtime=RuntimeConfig(cuda_graphs="layers", exact_dropout=True)),
             "exact_dropout=True",
         ),
-        (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
-        (dict(expert_parallel_size=2), "expert_parallel_size=2"),
+        (
+            dict(
+                tensor_parallel_size=2,
+                runtime=RuntimeConfig(cuda_graphs="layers", compile_layers=True),
+            ),
+            "compile_layers=True and tensor_parallel_size=2",
+        ),
         (
             dict(
                 tensor_parallel_size=2,
@@ -341,6 +346,18 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], names: st
     config = ParallelConfig(**{"runtime": GRAPHS, **changes})
     problems = [text for text in check_layout(config) if "cuda_graphs" in text]
     assert any(names in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(tensor_parallel_size=2, sequence_parallel=True),
+        dict(expert_parallel_size=2, expert_tensor_parallel_size=2),
+    ],
+)
+def test_tensor_and_expert_parallelism_have_them(changes: dict[str, Any]) -> None:
+    config = ParallelConfig(runtime=GRAPHS, **changes)
+    assert [text for text in check_layout(config) if "cuda_graphs" in text] == []
 
 
 def test_the_cpu_has_none(caplog: pytest.LogCaptureFixture) -> None:
