@@ -118,6 +118,13 @@ def fingerprint(batch: Any) -> int:
     """A number that depends on the tensors of `batch` (on up to about 4096 entries of each), the
     same wherever the batch is the same.
     """
+    return begin_fingerprint(batch)()
+
+
+def begin_fingerprint(batch: Any) -> Callable[[], int]:
+    """`fingerprint(batch)`, asked for later: it is computed at once, but nobody waits for the
+    device till then.
+    """
     sums: list[Tensor] = []
     for leaf in pytree.tree_leaves(batch):
         if not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.is_complex():
@@ -125,20 +132,40 @@ def fingerprint(batch: Any) -> int:
         some = leaf.detach().flatten()[:: max(1, leaf.numel() // _SAMPLED)]
         bits = some.double().view(torch.int64) if some.is_floating_point() else some.long()
         sums.append((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
-    total = 0
-    for each in _numbers(sums):
-        total = (total * _PRIME + each) % (1 << 62)
-    return total
+    numbers = _begin_numbers(sums)
+
+    def finish() -> int:
+        total = 0
+        for each in numbers():
+            total = (total * _PRIME + each) % (1 << 62)
+        return total
+
+    return finish
 
 
-def _numbers(scalars: Sequence[Tensor]) -> list[int]:
+def _begin_numbers(scalars: Sequence[Tensor]) -> Callable[[], list[int]]:
     """Whole numbers, fetched from each device at once: lengths of packed documents stay on the host
     while the rest of a batch is on the GPU.
     """
-    found = [0] * len(scalars)
+    fetched: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
     for device in {each.device for each in scalars}:
         places = [place for place, each in enumerate(scalars) if each.device == device]
-        values = torch.stack([scalars[place] for place in places]).tolist()
-        for place, value in zip(places, values, strict=True):
-            found[place] = value
-    return found
+        values = torch.stack([scalars[place] for place in places])
+        arrived = None
+        if device.type == "cuda":
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(device))
+        fetched.append((places, values, arrived))
+
+    def finish() -> list[int]:
+        found = [0] * len(scalars)
+        for places, values, arrived in fetched:
+            if arrived is not None:
+                arrived.synchronize()
+            for place, value in zip(places, values.tolist(), strict=True):
+                found[place] = value
+        return found
+
+    return finish

@@ -18,14 +18,14 @@ from megatron_lightning.runtime.context_batch import ContextSlicer
 from megatron_lightning.runtime.metrics import log_published
 from megatron_lightning.runtime.step import Position, StepResult, StepRunner, join_step_outputs
 from megatron_lightning.strategies.guard import RunGuard
-from megatron_lightning.strategies.loaders import fingerprint
+from megatron_lightning.strategies.loaders import begin_fingerprint, fingerprint
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.model_strategy import ModelStrategy
 
 MARKED_BATCHES, MARK_EVERY = 4, 64
 """Batches at the start of each pass, and every how many later, that the ranks of one model copy
-compare.
+compare: the first ones before their gradients are used, later ones with the batch after them.
 """
 
 
@@ -64,6 +64,7 @@ class Steps:
             guard.ballot,
         )
         """Runs micro-batches through this rank's stages."""
+        self._begun_mark: Callable[[], int] | None = None
         self.runner.loss_scale = lambda: strategy.loss_scale
 
     def train(
@@ -118,13 +119,18 @@ class Steps:
         self._strategy.saves.state_changes()
 
     def _mark(self, batch: Any, args: tuple[Any, ...]) -> int | None:
-        """What ranks of one model copy compare: on the first batches and now and then, since
-        reading it makes the host wait for the device.
+        """What ranks of one model copy compare. Reading it makes the host wait for the device: on
+        the first batches at once, later with the next batch, when the device has long computed it.
         """
+        if self._strategy.config.model_parallel_size == 1:
+            return None
         index = args[0] if args else 0
-        wanted = index < MARKED_BATCHES or index % MARK_EVERY == 0
-        several = self._strategy.config.model_parallel_size > 1
-        return fingerprint(batch) if wanted and several else None
+        begun, self._begun_mark = self._begun_mark, None
+        if index < MARKED_BATCHES:
+            return fingerprint(batch)
+        if index % MARK_EVERY == 0:
+            self._begun_mark = begin_fingerprint(batch)
+        return None if begun is None else begun()
 
     def _split(self, batch: Any) -> list[MicroBatch]:
         """This rank's micro-batches: of the batch's samples, with its slice of the sequence."""

@@ -13,6 +13,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from megatron_lightning.strategies import steps
 from tests.harness import RankError, run_ranks_fresh
 from tests.lightning_cases import (
     LAYOUTS,
@@ -336,3 +337,36 @@ def noise(case: Case) -> dict[str, Any]:
 def test_different_batches_within_a_copy_are_an_error(layout: str, tmp_path: Any) -> None:
     with pytest.raises(RankError, match="ranks of one model copy got different batches"):
         run_ranks_fresh(run_all, LAYOUTS[layout][0], layout, [noise], str(tmp_path), timeout=60)
+
+
+LATE = 6
+
+
+class Late(Net):
+    """Changes one batch, after the first ones, otherwise on each rank."""
+
+    trained = 0
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        late = self.trainer.training and self.trained == LATE
+        self.trained += self.trainer.training
+        return [batch[0] + self.global_rank, batch[1]] if late else batch
+
+
+def another_batch(case: Case) -> dict[str, Any]:
+    steps.MARK_EVERY = LATE
+    return case.fit(module=Late(), batches=LATE + 2)
+
+
+def another_batch_at_the_end(case: Case) -> dict[str, Any]:
+    steps.MARK_EVERY = LATE
+    return case.fit(module=Late(), batches=LATE + 1)
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_a_later_batch_is_compared_with_the_one_after_it(layout: str, tmp_path: Any) -> None:
+    """So that nobody waits for the device; of a pass' last batch nobody hears any more."""
+    size = LAYOUTS[layout][0]
+    with pytest.raises(RankError, match="ranks of one model copy got different batches"):
+        run_ranks_fresh(run_all, size, layout, [another_batch], str(tmp_path), timeout=60)
+    run_ranks_fresh(run_all, size, layout, [another_batch_at_the_end], str(tmp_path), timeout=60)

@@ -73,9 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "ep2": dict(layout=dict(expert_parallel_size=2), config=dict(moe=PADDED), ranks=2),
     "expert_tp2": dict(
-        layout=dict(
-            tensor_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2
-        ),
+        layout=dict(tensor_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2),
         config=dict(moe=PADDED),
         ranks=2,
     ),

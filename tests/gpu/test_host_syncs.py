@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_lightning.config import DataParallelConfig, MoEConfig, RuntimeConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models.gpt import GPTModel
+from megatron_lightning.strategies import steps
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Run, global_batch, make_strategy, tiny_config
 
@@ -61,7 +62,8 @@ def watched(rank: int, world_size: int, run: Run, accumulate: int) -> list[str]:
         loss_normalization=run.normalization,
     )
     graphed = run.layout.get("runtime", RuntimeConfig()).cuda_graphs != "none"
-    watch = Watch(8 if graphed else 3)  # when graphs are there
+    steps.MARK_EVERY = 5  # a batch that is watched is compared by the ranks of a model copy
+    watch = Watch(8 if graphed else steps.MARKED_BATCHES)  # when graphs are there
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
         callbacks=[watch],
