@@ -1,8 +1,9 @@
 """The gather of a parameter bucket in which weights of low-precision layers travel in E4M3.
 
-Each such weight has the scale that its layer would take, of its largest value over all ranks. What
-arrives is put into the parameters' memory in their own dtype, which holds E4M3 times a power of two
-exactly: the layer then rounds to the same eight bits as from a weight gathered whole.
+Each such weight has the scale that its layer would take, of the largest value of what this tensor
+rank holds of it. What arrives is put into the parameters' memory in their own dtype, which holds
+E4M3 times a power of two exactly: the layer then rounds to the same eight bits as from a weight
+gathered whole.
 """
 
 from __future__ import annotations
@@ -34,13 +35,11 @@ class _Piece(NamedTuple):
 
 class FP8Gather:
     """Gathers `data`, of which each rank of `shard` holds one of equal slices; `spans` are the
-    (start, stop) of the weights in eight bits. `tensor` ranks hold other parts of them.
+    (start, stop) of the weights in eight bits.
     """
 
-    def __init__(
-        self, data: Tensor, shard: MeshAxis, tensor: MeshAxis, spans: Sequence[tuple[int, int]]
-    ) -> None:
-        self._data, self._shard, self._tensor = data, shard, tensor
+    def __init__(self, data: Tensor, shard: MeshAxis, spans: Sequence[tuple[int, int]]) -> None:
+        self._data, self._shard = data, shard
         self._spans = list(spans)
         length = data.numel() // shard.size
         self._pieces = [
@@ -75,8 +74,7 @@ class FP8Gather:
         for piece in self._pieces[self._shard.rank]:
             if piece.weight is not None:
                 amax[piece.weight] = values[piece.start - begin : piece.stop - begin].abs().amax()
-        for axis in (self._shard, self._tensor):
-            amax = all_reduce_(amax, axis, "max")
+        amax = all_reduce_(amax, self._shard, "max")
         scales = power_of_two_scale(amax, E4M3_MAX)
         self._inverses = scales.reciprocal()
         return scales

@@ -18,7 +18,6 @@ from torch.nn import Parameter
 
 from megatron_lightning.optim.gather_fp8 import FP8Gather
 from megatron_lightning.optim.parameter_bucket import ParameterBucket
-from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.flat import Bucket, Slot
 from megatron_lightning.precision.changes import MasterCopy
@@ -34,9 +33,8 @@ class ParameterShards:
     """All parameters of the buckets, of which this rank updates its parts.
 
     `dtype` is that of the masters; None: each parameter's own, and no copies. With `offload`
-    masters lie in host memory. `fp8` names weights that are gathered in eight bits, of which ranks
-    of `tensor` hold other parts. While a gather is running, parameters must not be read before
-    `wait`.
+    masters lie in host memory. `fp8` names weights that are gathered in eight bits. While a gather
+    is running, parameters must not be read before `wait`.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class ParameterShards:
         dtype: torch.dtype | None = None,
         offload: bool = False,
         fp8: Collection[str] = (),
-        tensor: MeshAxis | None = None,
         initial: Unrounded | None = None,
         agree: Agree | None = None,
     ) -> None:
@@ -56,7 +53,6 @@ class ParameterShards:
         self._dtype = dtype
         self._offload = offload
         self._fp8 = frozenset(fp8)
-        self._tensor = tensor or MeshAxis(name="tensor")
         self._made: list[ParameterBucket] = []
         self._bucket_of: dict[str, ParameterBucket] = {}
         self.weights: dict[str, Parameter] = {}
@@ -164,7 +160,7 @@ class ParameterShards:
             if slot.name in self._fp8
         ]
         if spans and made.shard.size > 1:
-            made.fp8 = FP8Gather(data, made.shard, self._tensor, spans)
+            made.fp8 = FP8Gather(data, made.shard, spans)
         return made
 
     def cut(self, name: str, value: Tensor) -> Tensor:

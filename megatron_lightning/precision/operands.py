@@ -80,6 +80,9 @@ class Recipe(ABC):
     """`pair` takes `parts`: largest values that whoever wrote a matrix has found."""
     joins_parts: bool = True
     """Operands of parts of the rows can be joined; else the matrix is, before."""
+    splits_scales: bool = False
+    """Ranks that hold other features of a matrix each have scales of their own. Of powers of two
+    they change nothing but what falls below the format's range."""
 
     @abstractmethod
     def pair(
@@ -119,6 +122,8 @@ class Recipe(ABC):
 
 class TensorRecipe(Recipe):
     """One scale for a tensor, of its own largest value."""
+
+    splits_scales = True
 
     def __init__(self, gradient: str) -> None:
         self._gradient = gradient

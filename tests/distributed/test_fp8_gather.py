@@ -7,7 +7,6 @@ import torch
 
 from megatron_lightning.config import DataParallelConfig, QuantizationConfig
 from megatron_lightning.optim.gather_fp8 import FP8Gather
-from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.precision.formats import E4M3_MAX, power_of_two_scale, round_fp8
 from tests.harness import run_ranks, run_ranks_fresh
@@ -23,7 +22,7 @@ def gathered(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     data = torch.full_like(whole, torch.nan)
     own = slice(rank * 48, rank * 48 + 48)
     data[own] = whole[own]
-    gather = FP8Gather(data, mesh.dp, MeshAxis(name="tensor"), [(10, 60), (70, 90)])
+    gather = FP8Gather(data, mesh.dp, [(10, 60), (70, 90)])
     gather.begin().wait()
     gather.finish()
     for start, stop in ((0, 10), (10, 48), (48, 60), (60, 70), (70, 90), (90, 96)):

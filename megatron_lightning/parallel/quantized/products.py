@@ -2,9 +2,10 @@
 
 What a recipe rounds and how is in `precision/operands.py`; here stand the layer's borders and what
 is kept. Of the input the rounded transpose is kept for the backward pass, in place of the input;
-with sequence parallelism the own part of it. Weights are rounded once in a window. Scales do not
-depend on the layout: largest values are taken over the ranks that hold other parts of a tensor,
-which is one small reduction each, but for delayed scaling.
+with sequence parallelism the own part of it. Weights are rounded once in a window. Rows of a matrix
+have the same scales in every layout: largest values are taken over the ranks that hold other rows,
+which is one small reduction each, but for delayed scaling. So are those over ranks that hold other
+features, unless the recipe `splits_scales`.
 """
 
 from __future__ import annotations
@@ -155,12 +156,11 @@ class QuantizedProducts:
         """Operands of the input (T, K); `part`: of this tensor rank's part of the sequence.
         `parts`: largest values of its parts, where the recipe `takes_parts`.
         """
-        columns = [self.tensor_axis] if self.split == "rows" else []
         return self.recipe.pair(
             x,
             "input",
             over_rows=self._over(self._row_axes(part)),
-            over_columns=self._over(columns),
+            over_columns=self._over_features("rows"),
             wanted=wanted,
             **_given(parts),
         )
@@ -169,7 +169,6 @@ class QuantizedProducts:
         self, grad: Tensor, wanted: Wanted, noise: Noise | None, parts: Tensor | None = None
     ) -> Pair:
         """Operands of the output's gradient (T, N); `parts` as of an input."""
-        columns = [self.tensor_axis] if self.split == "columns" else []
         self._check_context_blocks(len(grad))
         if wanted[1]:
             self._check_tensor_blocks(len(grad))
@@ -177,7 +176,7 @@ class QuantizedProducts:
             grad,
             "gradient",
             over_rows=self._over(self._row_axes(self.splits_sequence)),
-            over_columns=self._over(columns),
+            over_columns=self._over_features("columns"),
             noise=noise,
             wanted=wanted,
             **_given(parts),
@@ -190,12 +189,11 @@ class QuantizedProducts:
         key = self._key_of(weight)
         if self._weight is not None and self._weight_key == key:
             return self._weight
-        axes = [self.tensor_axis]
         pair = self.recipe.pair(
             weight,
             "weight",
-            over_rows=self._over(axes if self.split == "columns" else []),
-            over_columns=self._over(axes if self.split == "rows" else []),
+            over_rows=self._over_features("columns"),
+            over_columns=self._over_features("rows"),
             wanted=BOTH if self.keeps_weights else wanted,
         )
         if self.keeps_weights:
@@ -205,8 +203,8 @@ class QuantizedProducts:
     @property
     def rounds_apart(self) -> bool:
         """True where operands of a weight are a cast with one scale, of its own largest value."""
-        alone = self.keeps_weights and (self.split == "none" or self.tensor_axis.size == 1)
-        return alone and type(self.recipe) is FP8TensorRecipe and not self.recipe.lends_scales
+        known = type(self.recipe) is FP8TensorRecipe and not self.recipe.lends_scales
+        return known and self.keeps_weights
 
     def hold(self, weight: Tensor, pair: Pair) -> None:
         """Take operands of the weight as it is now, from who has made them."""
@@ -240,6 +238,11 @@ class QuantizedProducts:
 
     def _row_axes(self, part: bool) -> list[MeshAxis]:
         return [self.context_axis, self.tensor_axis] if part else [self.context_axis]
+
+    def _over_features(self, split: TensorSplit) -> Callable[[Tensor], Tensor]:
+        """Over the ranks that hold other features of a matrix which a layer split so splits."""
+        agrees = self.split == split and not self.recipe.splits_scales
+        return self._over([self.tensor_axis] if agrees else [])
 
     def _over(self, axes: list[MeshAxis]) -> Callable[[Tensor], Tensor]:
         split = [axis for axis in axes if axis.size > 1]
