@@ -15,12 +15,12 @@ def test_what_a_device_lacks_is_simulated(
     capability: tuple[int, int], simulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    low_precision: Any = importlib.import_module("low_precision")
+    run: Any = importlib.import_module("low_precision_run")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(fp8, "blocks_problem", lambda: None)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     for kind, want in (("fp8_blockwise", simulated), ("fp8_rowwise", False), ("nvfp4", True)):
-        _, quantization = low_precision.precision_of(kind, "cuda")
+        _, quantization = run.precision_of(kind, "cuda")
         assert quantization is not None
         assert quantization.simulate is want, kind
