@@ -3,7 +3,7 @@
     python benchmarks/fp8_linear.py --shapes a b
     python benchmarks/fp8_linear.py --products   # which products with block scales there are
     python benchmarks/fp8_linear.py --algorithms --shapes b
-    python benchmarks/fp8_linear.py --tiles      # the cast by size of tile
+    python benchmarks/fp8_casts.py               # the cast by size of tile, and more
 
 Shapes are those of `train_step.py`. Milliseconds are the mean of calls one after the other, host
 microseconds the time until such a call returns. Weights are rounded before, as in all micro-batches
@@ -29,7 +29,6 @@ from megatron_lightning.precision import cublas_lt, fp8_casts
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8BlockRecipe, FP8RowRecipe, FP8TensorRecipe
-from megatron_lightning.precision.kernels import fp8
 from megatron_lightning.precision.operands import Operand, Recipe, Role
 
 SHAPES = {
@@ -177,7 +176,6 @@ def _sums(recipe: Recipe, a: Operand | None, b: Operand | None, flops: float) ->
 def parts() -> None:
     """Kernels one by one."""
     one = torch.ones((), device="cuda")
-    seen = torch.zeros((), device="cuda")
     for rows, columns in ((8192, 28672), (16384, 2048)):
         print(f"kernels, {rows} x {columns}")
         x = random(rows, columns)
@@ -188,12 +186,8 @@ def parts() -> None:
         said("row largest", *timed(functools.partial(fp8_casts.row_largest_of, x)), bytes_=2 * size)
         said("scales", *timed(lambda: fp8_casts.scales_of(one, "e4m3")))
         for kinds, factor in (((True, True), 4), ((True, False), 3), ((False, True), 3)):
-            for record in (None, seen):
-                call = functools.partial(fp8_casts.cast_both, x, one, "e5m2", kinds, record)
-                label = (
-                    f"cast, itself and transposed {kinds}{', largest' if record is seen else ''}"
-                )
-                said(label, *timed(call), bytes_=factor * size)
+            call = functools.partial(fp8_casts.cast_both, x, one, "e5m2", kinds)
+            said(f"cast, itself and transposed {kinds}", *timed(call), bytes_=factor * size)
         scale = torch.ones(rows, 1, device="cuda")
         call = functools.partial(fp8_casts.cast_rows, x, scale, "e5m2")
         said("cast rows", *timed(call), bytes_=3 * size)
@@ -212,31 +206,6 @@ def parts() -> None:
         said("transposed copy by torch", *timed(x.t().contiguous), bytes_=4 * size)
 
 
-def tiles() -> None:
-    """The cast and its transpose by size of tile."""
-    one = torch.ones((), device="cuda")
-    both = (True, True)
-    for rows, columns in ((8192, 28672), (8192, 4096)):
-        x = random(rows, columns)
-        print(f"cast + transpose, {rows} x {columns}")
-        sizes = ((64, 64), (64, 128), (128, 64), (128, 128), (32, 128), (64, 256), (32, 256))
-        forms = itertools.product(sizes, (2, 4, 8), ((False, False), (True, True)))
-        for (height, width), warps, (by_columns, backwards) in forms:
-            fp8._TILE, fp8._TILE_WARPS = (height, width), warps
-            fp8._BY_COLUMNS, fp8._BACKWARDS = by_columns, backwards
-            alone = timed(functools.partial(fp8_casts.cast_both, x, one, "e5m2", both, None))
-            behind = timed(functools.partial(_largest_and_cast, x))
-            label = f"{height} x {width}, {warps} warps{', by columns' if by_columns else ''}"
-            label += ", backwards" if backwards else ""
-            said(label, *alone, bytes_=4.0 * x.numel())
-            said("    behind the largest", *behind, bytes_=6.0 * x.numel())
-
-
-def _largest_and_cast(x: Tensor) -> None:
-    _, scale, _ = fp8_casts.largest_and_scales_of(x, "e5m2")
-    fp8_casts.cast_both(x, scale, "e5m2", (True, True), None)
-
-
 def algorithms(name: str) -> None:
     """A layer's products by each algorithm that cuBLAS proposes, after what torch takes."""
     tokens, inputs, outputs = SHAPES[name]
@@ -250,8 +219,8 @@ def algorithms(name: str) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     for part, (rows, columns, summed, format_, dtype, add, fast) in kinds.items():
         flops = 2.0 * rows * columns * summed
-        a = fp8_casts.cast_both(random(rows, summed), one, format_, (True, False), None)[0]
-        b = fp8_casts.cast_both(random(columns, summed), one, "e4m3", (True, False), None)[0]
+        a = fp8_casts.cast_both(random(rows, summed), one, format_, (True, False))[0]
+        b = fp8_casts.cast_both(random(columns, summed), one, "e4m3", (True, False))[0]
         assert a is not None
         assert b is not None
         out = torch.zeros(rows, columns, device="cuda", dtype=dtype)
@@ -368,7 +337,6 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["a", "b"], help="beginnings of names")
     parser.add_argument("--products", action="store_true", help="products with scales of blocks")
     parser.add_argument("--algorithms", action="store_true", help="cuBLAS's, product by product")
-    parser.add_argument("--tiles", action="store_true", help="the cast by size of tile")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.algorithms:
@@ -380,8 +348,6 @@ def main() -> None:
     for name in SHAPES:
         if name.startswith(tuple(args.shapes)):
             linear(name)
-    if args.tiles:
-        tiles()
     if args.products:
         block_products()
 

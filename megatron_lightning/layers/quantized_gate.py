@@ -6,6 +6,7 @@ it, so that the cast needs no pass of its own for that.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +18,21 @@ from megatron_lightning.layers.gated_silu import gated_silu, gated_silu_backward
 from megatron_lightning.layers.hooks import has_hooks
 from megatron_lightning.parallel.quantized.region import (
     largest_of_rows,
+    products_of,
     quantized_linear,
     region_gradients,
 )
+from megatron_lightning.precision.fp8_casts import Cast, cast_both
+from megatron_lightning.precision.kernels import choices
+from megatron_lightning.precision.operands import Operand
 
 if TYPE_CHECKING:
     from megatron_lightning.layers.linear import Linear
 
 _PLACES = 1024
 """Largest values that a tensor's is the largest of."""
+_HALF = 2
+"""Bytes of bfloat16 and float16."""
 
 
 def _as_parts(x: Tensor) -> Tensor:
@@ -67,6 +74,72 @@ def gated_silu_backward_largest(grad: Tensor, inner: Tensor) -> tuple[Tensor, Te
 def _(grad: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     grad_inner = torch.empty_like(inner, memory_format=torch.contiguous_format)
     return grad_inner, inner.new_empty(_PLACES, dtype=torch.float32)
+
+
+@torch.library.custom_op("megatron_lightning::gated_quantized_gradients", mutates_args=())
+def gated_quantized_gradients(
+    grad: Tensor,
+    inner: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    ticket: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """`quantized_gradients` of `gated_silu_backward(grad, inner)`, which is not written in more
+    than eight bits where a kernel casts it as it is computed.
+    """
+    products = products_of(weight)
+    parts, cast, shape = _cast_of_gradient(grad, inner)
+    itself, of_rows = products.gradient(shape, (needs_x, needs_weight), None, parts, cast)
+    grad_x = grad_weight = None
+    if needs_x:
+        factor = products.weight(weight, (False, True)).transposed
+        assert itself is not None
+        assert factor is not None
+        grad_x = products.recipe.product(itself, factor, grad.dtype, forward=False)
+        grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
+    if needs_weight:
+        assert of_rows is not None
+        x = Operand(values, scale)
+        grad_weight = products.weight_gradient(weight, of_rows, x, sums=sums)
+    return (
+        grad.new_empty(0) if grad_x is None else grad_x,
+        grad.new_empty(0) if grad_weight is None else grad_weight,
+    )
+
+
+@gated_quantized_gradients.register_fake
+def _(
+    grad: Tensor,
+    inner: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    ticket: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    grad_x = grad.new_empty((*grad.shape[:-1], weight.shape[1]) if needs_x else (0,))
+    made = needs_weight and not sums
+    return grad_x, torch.empty_like(weight) if made else grad.new_empty(0)
+
+
+def _cast_of_gradient(grad: Tensor, inner: Tensor) -> tuple[Tensor, Cast, Tensor]:
+    """Largest absolute values of parts of `gated_silu_backward`, what casts it, and (T, 2 F) of its
+    shape.
+    """
+    if kernels.can_run(inner) and inner.element_size() == _HALF:
+        from megatron_lightning.layers.kernels import gated_silu_fp8 as kernel
+
+        grad, inner = grad.contiguous(), inner.contiguous()
+        parts = kernel.largest_gradient(grad, inner)
+        return parts, partial(kernel.cast, grad, inner), inner.view(-1, 2 * inner.shape[-1])
+    rows = gated_silu_backward(grad, inner).flatten(-2).flatten(0, -2).contiguous()
+    return _as_parts(rows), partial(cast_both, rows), rows
 
 
 def fits(*layers: nn.Module, activation: nn.Module) -> bool:
@@ -137,14 +210,32 @@ class _GatedMLP(torch.autograd.Function):
         )
         if needs_inner:
             assert grad_product is not None
-            grad_inner, parts = gated_silu_backward_largest(grad_product, inner)
-            grad_x, grad_first = region_gradients(
-                grad_inner.flatten(-2),
-                first,
-                *kept,
-                needs_x=needs_x,
-                needs_weight=needs_first,
-                sums=sums_first,
-                parts=parts,
-            )
+            options = {"needs_x": needs_x, "needs_weight": needs_first, "sums": sums_first}
+            if choices.GATE_CASTS:
+                grad_x, grad_first = _gate_gradients(grad_product, inner, first, *kept, **options)
+            else:
+                grad_inner, parts = gated_silu_backward_largest(grad_product, inner)
+                rows = grad_inner.flatten(-2)
+                grad_x, grad_first = region_gradients(rows, first, *kept, parts=parts, **options)
         return grad_x, grad_first, grad_second, None, None, None, None, None
+
+
+def _gate_gradients(
+    grad: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    *,
+    needs_x: bool,
+    needs_weight: bool,
+    sums: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`region_gradients` of `gated_quantized_gradients`."""
+    sums = sums and needs_x  # an operation without a result would be left out
+    ticket = torch.empty(0, device=grad.device)
+    grad_x, grad_weight = gated_quantized_gradients(
+        grad, inner, values, scale, weight, ticket, needs_x, needs_weight, sums
+    )
+    made = needs_weight and not sums
+    return grad_x if needs_x else None, grad_weight if made else None

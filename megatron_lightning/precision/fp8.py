@@ -18,6 +18,7 @@ from megatron_lightning.precision.cublas_lt import add_product_
 from megatron_lightning.precision.delayed import DelayedRecipe
 from megatron_lightning.precision.fp8_casts import (
     BLOCK,
+    Cast,
     cast_blocks,
     cast_both,
     cast_columns,
@@ -108,18 +109,21 @@ class FP8TensorRecipe(TensorRecipe):
         noise: Noise | None = None,
         wanted: Wanted = BOTH,
         parts: Tensor | None = None,
+        cast: Cast | None = None,
     ) -> Pair:
         """See `Recipe.pair`. `parts`: contiguous, the largest absolute values of parts of `x`, of
-        all or of its rows, by whoever wrote `x`.
+        all or of its rows, by whoever wrote `x`. With `cast`, which needs `parts`, values of `x`
+        are not looked at.
         """
         name = self.format_of(role)
         x = x.contiguous()
+        write = functools.partial(cast_both, x) if cast is None else cast
         if self._delayed is not None and self._delayed.store.has_history:
             seen, scale, inverse = self._delayed.place(role)
             if self._delayed.store.recording:  # a pass of its own is faster than within the cast
                 own = largest_of(x) if parts is None else scales_of_parts(parts, name)[0]
                 torch.maximum(seen, own, out=seen)
-            values, transposed = cast_both(x, scale, name, wanted, None)
+            values, transposed = write(scale, name, wanted)
         else:
             found = (
                 largest_and_scales_of(x, name) if parts is None else scales_of_parts(parts, name)
@@ -130,7 +134,7 @@ class FP8TensorRecipe(TensorRecipe):
                 torch.maximum(seen, amax, out=seen)
             if over_rows is not identity or over_columns is not identity:
                 scale, inverse = scales_of(over_columns(over_rows(amax)), name)
-            values, transposed = cast_both(x, scale, name, wanted, None)
+            values, transposed = write(scale, name, wanted, bounded=True)
         return Pair(
             None if values is None else Operand(values, inverse),
             None if transposed is None else Operand(transposed, inverse),

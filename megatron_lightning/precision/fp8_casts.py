@@ -9,6 +9,7 @@ pair of rows of a transpose holds foreign bytes). Tiles of 16-bit numbers change
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,16 @@ BLOCK = 128
 """Values that share a scale, along one dim or two."""
 _HALF = 2
 """Bytes of bfloat16 and float16."""
+
+
+class Cast(Protocol):
+    """What makes operands of a matrix that is nowhere in memory, see `cast_both`."""
+
+    def __call__(
+        self, scale: Tensor, name: str, wanted: tuple[bool, bool], *, bounded: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The matrix times `scale` in the format `name`, itself and transposed."""
+        ...
 
 
 @functools.lru_cache(maxsize=1)
@@ -112,18 +123,18 @@ def scales_of(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def cast_both(
-    x: Tensor, scale: Tensor, name: str, wanted: tuple[bool, bool], seen: Tensor | None
+    x: Tensor, scale: Tensor, name: str, wanted: tuple[bool, bool], *, bounded: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """`x` (R, C), contiguous, times a 0-dim `scale`, in FP8: (R, C), and transposed (C, R') with
-    zeros from R up to a multiple of 16; each if wanted. `seen`: 0-dim, becomes the largest of
-    itself and the absolute values of `x`.
+    zeros from R up to a multiple of 16; each if wanted. `bounded`: the scale is that of a largest
+    value which none of `x` exceeds.
     """
     itself, transposed = wanted
     rows = _padded(x.shape[0])
     if _casts_by_kernel(x):
-        from megatron_lightning.precision.kernels import fp8
+        from megatron_lightning.precision.kernels import fp8_tiles
 
-        return fp8.cast_both(
+        return fp8_tiles.cast_both(
             x,
             scale,
             FP8_DTYPES[name],
@@ -131,10 +142,8 @@ def cast_both(
             itself=itself,
             transposed=transposed,
             padded_rows=rows,
-            seen=seen,
+            bounded=bounded,
         )
-    if seen is not None:
-        torch.maximum(seen, largest_of(x), out=seen)
     values = cast_fp8(x.float() * scale, name)
     turned = None
     if transposed:

@@ -30,6 +30,7 @@ from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
 from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
+from megatron_lightning.precision.fp8_casts import Cast
 from megatron_lightning.precision.operands import (
     BOTH,
     Noise,
@@ -166,9 +167,16 @@ class QuantizedProducts:
         )
 
     def gradient(
-        self, grad: Tensor, wanted: Wanted, noise: Noise | None, parts: Tensor | None = None
+        self,
+        grad: Tensor,
+        wanted: Wanted,
+        noise: Noise | None,
+        parts: Tensor | None = None,
+        cast: Cast | None = None,
     ) -> Pair:
-        """Operands of the output's gradient (T, N); `parts` as of an input."""
+        """Operands of the output's gradient (T, N); `parts` as of an input. `cast`: what makes
+        them, where `grad` has its shape alone.
+        """
         self._check_context_blocks(len(grad))
         if wanted[1]:
             self._check_tensor_blocks(len(grad))
@@ -179,7 +187,7 @@ class QuantizedProducts:
             over_columns=self._over_features("columns"),
             noise=noise,
             wanted=wanted,
-            **_given(parts),
+            **_given(parts, cast),
         )
 
     def weight(self, weight: Tensor, wanted: Wanted) -> Pair:
@@ -273,8 +281,9 @@ class QuantizedProducts:
             )
 
 
-def _given(parts: Tensor | None) -> dict[str, Any]:
-    return {} if parts is None else {"parts": parts}
+def _given(parts: Tensor | None, cast: Cast | None = None) -> dict[str, Any]:
+    given = {"parts": parts, "cast": cast}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def largest_over(amax: Tensor, *, axes: list[MeshAxis]) -> Tensor:

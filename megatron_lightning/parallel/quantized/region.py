@@ -36,7 +36,8 @@ def announce(products: QuantizedProducts, weight: Tensor) -> None:
     _by_address[weight.data_ptr()] = products
 
 
-def _products_of(weight: Tensor) -> QuantizedProducts:
+def products_of(weight: Tensor) -> QuantizedProducts:
+    """What the layer of `weight` holds."""
     found = _by_address.get(weight.data_ptr())
     if found is None or found.weight_held.data_ptr() != weight.data_ptr():
         raise RuntimeError(
@@ -78,7 +79,7 @@ def quantized_linear(
     a whole sequence, what is summed over the tensor ranks, "output", "gradient" (of the input) or
     "" for nothing.
     """
-    products = _products_of(weight)
+    products = products_of(weight)
     axis, dim = _input_border(products, gathers, reduces)
     y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps, parts=parts)
     if scatters > 1:
@@ -140,7 +141,7 @@ def quantized_gradients(
     weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the
     gradient, see `quantized_linear`.
     """
-    products = _products_of(weight)
+    products = products_of(weight)
     axis, dim = _input_border(products, gathers, reduces)
     grad_x, grad_weight = gradients(
         products,

@@ -1,8 +1,4 @@
-"""Largest values, scales and casts to FP8, one pass over memory each.
-
-A cast writes a matrix and its transpose at once, since products read both along their summed dim;
-it takes 16-bit numbers, see `fp8_casts`.
-"""
+"""Largest values, scales and casts of rows to FP8, one pass over memory each."""
 
 # Triton is optional, and a kernel is indexed by its grid.
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -12,13 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = (64, 128)
-"""Rows and columns that one program casts; 64 x 64, and more warps, take a third longer."""
-_TILE_WARPS = 4
-_BY_COLUMNS = True
-"""True: tiles beside each other are cast one after the other, else those below each other."""
-_BACKWARDS = True
-"""From the last tile on, whose values have just been written, or searched for the largest one."""
 _WARPS = 8
 _SPAN = 8192
 _PARTS = 1024
@@ -93,98 +82,6 @@ def _limited(x, scale, limit):
 
 
 @triton.jit
-def _place_of(tile, padded_rows, columns, by_columns, height: tl.constexpr, width: tl.constexpr):
-    """How far down, and how far right a tile is."""
-    high, wide = tl.cdiv(padded_rows, height), tl.cdiv(columns, width)
-    if by_columns:
-        down, right = tile // wide, tile % wide
-    else:
-        down, right = tile % high, tile // high
-    return down.to(tl.int64), right.to(tl.int64)
-
-
-@triton.jit
-def _cast_tile(
-    x,
-    itself,
-    transposed,
-    scale,
-    seen,
-    rows,
-    columns,
-    padded_rows,
-    limit,
-    down,
-    right,
-    want_itself: tl.constexpr,
-    want_transposed: tl.constexpr,
-    record: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
-):
-    row = down * height + tl.arange(0, height)
-    column = right * width + tl.arange(0, width)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    if record:
-        most = tl.max(tl.max(_size(values), axis=1), axis=0)
-        # Sizes are ordered as the integers of their bits.
-        place = seen.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.atomic_max(place, most.to(tl.int32, bitcast=True), sem="relaxed")
-    if want_itself:
-        rounded = _limited(values, scale, limit).to(itself.dtype.element_ty)
-        tl.store(itself + row[:, None] * columns + column[None, :], rounded, mask=inside)
-    if want_transposed:
-        # Turned before it is cast, and cast apart: so threads change 16-bit numbers (`fp8_casts`).
-        turned = _limited(tl.trans(values), scale, limit).to(transposed.dtype.element_ty)
-        place = transposed + column[:, None] * padded_rows + row[None, :]
-        tl.store(place, turned, mask=(column[:, None] < columns) & (row[None, :] < padded_rows))
-
-
-@triton.jit
-def _cast_both(
-    x,
-    itself,
-    transposed,
-    scale,
-    seen,
-    rows,
-    columns,
-    padded_rows,
-    limit,
-    want_itself: tl.constexpr,
-    want_transposed: tl.constexpr,
-    record: tl.constexpr,
-    by_columns: tl.constexpr,
-    backwards: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    if backwards:
-        tile = tl.num_programs(0) - 1 - tile
-    down, right = _place_of(tile, padded_rows, columns, by_columns, height, width)
-    _cast_tile(
-        x,
-        itself,
-        transposed,
-        tl.load(scale),
-        seen,
-        rows,
-        columns,
-        padded_rows,
-        limit,
-        down,
-        right,
-        want_itself,
-        want_transposed,
-        record,
-        height,
-        width,
-    )
-
-
-@triton.jit
 def _row_largest(x, found, columns, span: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, span)
@@ -231,47 +128,6 @@ def scales(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
         grid = (triton.cdiv(amax.numel(), block),)
         _scales[grid](amax, scale, inverse, limit, amax.numel(), block=block)
     return scale, inverse
-
-
-def cast_both(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    limit: float,
-    *,
-    itself: bool,
-    transposed: bool,
-    padded_rows: int,
-    seen: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(R, C), contiguous -> (R, C) and (C, `padded_rows`) in FP8, what is wanted of them. The
-    largest size goes to `seen`, 0-dim float32, where that is larger.
-    """
-    rows, columns = x.shape
-    values = x.new_empty((rows, columns), dtype=dtype) if itself else None
-    turned = x.new_empty((columns, padded_rows), dtype=dtype) if transposed else None
-    if columns and padded_rows:
-        height, width = _TILE
-        _cast_both[(triton.cdiv(padded_rows, height) * triton.cdiv(columns, width),)](
-            x,
-            x if values is None else values,
-            x if turned is None else turned,
-            scale,
-            scale if seen is None else seen,
-            rows,
-            columns,
-            padded_rows,
-            limit,
-            want_itself=itself,
-            want_transposed=transposed,
-            record=seen is not None,
-            by_columns=_BY_COLUMNS,
-            backwards=_BACKWARDS,
-            height=height,
-            width=width,
-            num_warps=_TILE_WARPS,
-        )
-    return values, turned
 
 
 def row_largest(x: Tensor) -> Tensor:

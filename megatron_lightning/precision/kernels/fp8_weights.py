@@ -11,13 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lightning.precision.kernels import fp8
-from megatron_lightning.precision.kernels.fp8 import (
-    _cast_tile,
-    _place_of,
-    _power,
-    _size,
-)
+from megatron_lightning.precision.kernels import choices
+from megatron_lightning.precision.kernels.fp8 import _power, _size
+from megatron_lightning.precision.kernels.fp8_tiles import ASSEMBLED, _cast_tile, _place_of
 
 COLUMNS = 5
 """Of the table: addresses of a weight, of itself and of its transpose in FP8, rows, columns."""
@@ -33,7 +29,7 @@ _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 def tile() -> tuple[int, int]:
     """Rows and columns that one program casts."""
-    return fp8._TILE
+    return choices.CAST.height, choices.CAST.width
 
 
 @triton.jit
@@ -67,6 +63,8 @@ def _cast_many(
     found,
     limit,
     element: tl.constexpr,
+    words: tl.constexpr,
+    assembled: tl.constexpr,
     by_columns: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -84,22 +82,8 @@ def _cast_many(
         tl.store(found + member * 12 + 8, inverse)
     down, right = _place_of(tile, rows, columns, by_columns, height, width)
     _cast_tile(
-        weight,
-        itself,
-        transposed,
-        scale,
-        found,
-        rows,
-        columns,
-        rows,
-        limit,
-        down,
-        right,
-        True,
-        True,
-        False,
-        height,
-        width,
+        *(weight, itself, transposed, scale, rows, columns, rows, limit, down, right),
+        *(True, True, True, words, assembled, height, width),
     )
 
 
@@ -129,8 +113,10 @@ def cast_many(
         found,
         limit,
         element=element,
-        by_columns=fp8._BY_COLUMNS,
+        words=choices.CAST.words,
+        assembled=ASSEMBLED,
+        by_columns=choices.CAST.by_columns,
         height=height,
         width=width,
-        num_warps=fp8._TILE_WARPS,
+        num_warps=choices.CAST.warps,
     )

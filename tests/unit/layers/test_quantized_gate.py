@@ -14,6 +14,7 @@ from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
+from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.operands import Recipe
 from tests.interpreter import run_interpreted
 
@@ -96,16 +97,26 @@ def assert_same(got: list[Tensor | None], want: list[Tensor | None]) -> None:
             assert torch.equal(one, two)
 
 
+@pytest.fixture(params=[False, True], ids=["written", "cast"])
+def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the gradient of what enters the unit is cast as it is computed."""
+    monkeypatch.setattr(choices, "GATE_CASTS", request.param)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("kind", ["tensorwise", "delayed", "rowwise"])
-def test_the_same_as_layers_one_by_one(kind: str) -> None:
+def test_the_same_as_layers_one_by_one(kind: str, casts: bool) -> None:
     want, _ = run(*made(kind), compiled=False)
     got, graph = run(*made(kind), compiled=True)
     assert_same(got, want)
     assert ("gated_silu_largest" in graph) == (kind != "rowwise")
+    if casts and kind != "rowwise":
+        assert "gated_silu_backward_largest" not in graph
 
 
 @pytest.mark.parametrize("frozen", [NAMES, NAMES[:1], NAMES[1:]])
 @pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.usefixtures("casts")
 def test_what_is_frozen_gets_no_gradient(frozen: tuple[str, ...], needs_x: bool) -> None:
     if not needs_x and len(frozen) == 2:
         pytest.skip("nothing to differentiate")
