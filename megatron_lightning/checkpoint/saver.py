@@ -1,9 +1,9 @@
 """Saves of one run, in the foreground or while training goes on.
 
 A background save copies this rank's boxes to host memory, lets the rank's writer process write them
-(`staging.py`, `background.py`), and is committed by the ranks together at a later step: `poll`.
-There is one at a time; the next one waits for it. Until it is committed nothing of it can be seen,
-and what it replaces stays.
+(`staging.py`, `background.py`), and is committed by the ranks together (`pending.py`) at a later
+step: `poll`. There is one at a time; the next one waits for it. Until it is committed nothing of it
+can be seen, and what it replaces stays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_lightning.checkpoint.boxes import Box
 from megatron_lightning.checkpoint.codec import Codec
 from megatron_lightning.checkpoint.commit import begin, delete_folder, discard, remove
 from megatron_lightning.checkpoint.errors import CheckpointError
-from megatron_lightning.checkpoint.index import StoredBox
+from megatron_lightning.checkpoint.pending import PendingSave
 from megatron_lightning.checkpoint.planner import BoxSavePlanner
 from megatron_lightning.checkpoint.ranks import RankGroup
 from megatron_lightning.checkpoint.save_times import SaveTimes
@@ -34,15 +32,14 @@ from megatron_lightning.checkpoint.saving import (
     PLAIN,
     Objects,
     PlanCache,
-    RankResult,
     can_link,
     commit,
     commit_linked,
     encode_objects,
     write_boxes,
 )
-from megatron_lightning.checkpoint.staging import Staged, Stager
-from megatron_lightning.checkpoint.storage import BoxWriter, WrittenFile
+from megatron_lightning.checkpoint.staging import Stager
+from megatron_lightning.checkpoint.storage import BoxWriter
 from megatron_lightning.utils.logging import get_logger
 
 
@@ -55,22 +52,6 @@ class _Written:
     extra: dict[str, Tensor]
     created: int = 0
     """Mark of the checkpoint that was committed with them; 0 while there is none."""
-
-
-@dataclass(kw_only=True)
-class _Pending:
-    """A background save that is not committed yet."""
-
-    path: Path
-    writer: BoxWriter
-    plan: SavePlan
-    table: Metadata
-    objects: Objects | None
-    staged: Staged
-    stall_seconds: float = 0.0
-    linked: list[tuple[Path, Path, Objects | None]] = field(default_factory=list)
-    """Path, staging folder and objects of saves of the same tensors."""
-    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Saver:
@@ -88,7 +69,7 @@ class Saver:
         self._ranks = RankGroup(process_group)
         self._plans = PlanCache()
         self._stager = Stager(device, pin_memory=pin_memory)
-        self._pending: _Pending | None = None
+        self._pending: PendingSave | None = None
         self._last: _Written | None = None
         self._deletions: list[threading.Thread] = []
         self.times: SaveTimes | None = None
@@ -149,7 +130,7 @@ class Saver:
             plan, table = self._plans.plan(tensors, reserved, planner, writer, self._ranks)
             if background:
                 staged = self._stager.stage(plan, planner, staging, steady, began)
-                self._pending = _Pending(
+                self._pending = PendingSave(
                     path=path, writer=writer, plan=plan, table=table, objects=mine, staged=staged
                 )
             else:
@@ -234,7 +215,7 @@ class Saver:
     def is_pending(self, path: Path) -> bool:
         """Whether a save to `path` is under way."""
         pending = self._pending
-        return pending is not None and path in [pending.path, *(p for p, _, _ in pending.linked)]
+        return pending is not None and path in pending.paths
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Call `action` on this rank when the save that is under way has been committed, or now if
@@ -274,13 +255,11 @@ class Saver:
         began = time.monotonic()
         ranks = self._ranks
         try:
-            written = ranks.gather(
-                f"saving {pending.path} in the background", lambda: _rank_result(pending)
-            )
+            answers = ranks.gather(f"saving {pending.path} in the background", pending.answer)
 
             def put_in_place() -> tuple[int, SaveTimes]:
-                created = _commit(pending, [r for r, _ in written], self._delete_later)
-                return created, _times(pending, written, time.monotonic() - began)
+                created = pending.commit(answers, self._delete_later)
+                return created, pending.times(answers, time.monotonic() - began)
 
             created, self.times = ranks.broadcast("committing the checkpoint", put_in_place)
             if self._last is not None:
@@ -288,12 +267,12 @@ class Saver:
         except BaseException:
             self._last = None
             if ranks.is_first:
-                for staging in [pending.writer.folder, *(s for _, s, _ in pending.linked)]:
+                for staging in pending.folders:
                     discard(staging)
             raise
         finally:
             self._pending = None
-        names = "".join(f", also as {path}" for path, _, _ in pending.linked)
+        names = "".join(f", also as {path}" for path in pending.paths[1:])
         self._log(self.times.describe() + names)
         for action in pending.afterwards:
             action()
@@ -330,52 +309,11 @@ class _NoFolder(BoxWriter):
         """Make no folder."""
 
 
-_Answer = tuple[RankResult, tuple[float, float, float]]
-
-
-def _rank_result(pending: _Pending) -> _Answer:
-    """What this rank's process wrote; stall, staging and write time in seconds."""
-    job = pending.staged.job
-    answer = job.result()
-    if answer is None:
-        return ([], None), (pending.stall_seconds, job.staging_seconds, 0.0)
-    file = pending.plan.storage_data
-    results = []
-    for item, (start, length, crc32) in zip(pending.plan.items, answer["boxes"], strict=True):
-        assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        stored = StoredBox(box, file, start, length, crc32)
-        results.append(WriteResult(item.index, length, stored))
-    written = WrittenFile(file, answer["size"], answer["crc32"])
-    return (results, written), (pending.stall_seconds, job.staging_seconds, answer["seconds"])
-
-
-def _commit(pending: _Pending, written: list[RankResult], delete: Callable[[Path], None]) -> int:
-    assert pending.objects is not None
-    created = commit(pending.path, pending.writer, pending.table, written, pending.objects, delete)
-    for path, staging, objects in pending.linked:
-        assert objects is not None
-        commit_linked(path, staging, pending.path, objects, created=created, delete=delete)
-    return created
-
-
 def _delete(folder: Path) -> None:
     try:
         delete_folder(folder)
     except OSError as error:  # `recover` deletes the rest
         get_logger(__name__).warning("could not delete %s: %s", folder, error)
-
-
-def _times(pending: _Pending, answers: list[_Answer], commit_seconds: float) -> SaveTimes:
-    stall, staging, write = (max(values) for values in zip(*(t for _, t in answers), strict=True))
-    return SaveTimes(
-        path=str(pending.path),
-        num_bytes=sum(file.size for (_, file), _ in answers if file is not None),
-        stall_seconds=stall + commit_seconds,
-        staging_seconds=staging,
-        write_seconds=write,
-    )
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
