@@ -17,13 +17,14 @@ from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.parallel.data import GradientBuckets
 from megatron_lightning.parallel.frozen_units import FrozenUnits
-from megatron_lightning.parallel.fsdp import ShardedGradients, reshard
+from megatron_lightning.parallel.fsdp import reshard
 from megatron_lightning.parallel.lanes import hold_accumulators
 from megatron_lightning.parallel.main_gradient import AddsAtOnce
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.schedules.actions import Action, Kind, Placement
 from megatron_lightning.parallel.sequence import HeldTokens
+from megatron_lightning.parallel.sharded_gradients import ShardedGradients
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.parallel.weight_gradient import WeightGradients
 from megatron_lightning.runtime.expert_balance import ExpertBalance

@@ -20,8 +20,8 @@ from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.local_parts import LocalParts
 from megatron_lightning.optim.shards import ParameterShards
 from megatron_lightning.parallel.collectives import all_reduce_
-from megatron_lightning.parallel.fsdp import ShardedGradients
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.sharded_gradients import ShardedGradients
 from megatron_lightning.precision.masters import MasterParameters
 from megatron_lightning.precision.policy import PrecisionPolicy
 from megatron_lightning.precision.state import discard_state, optimizer_state_tensors
