@@ -29,7 +29,7 @@ from megatron_lightning.utils.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
     from megatron_lightning.runtime.update import ParameterUpdate
-    from megatron_lightning.strategies.model_strategy import ModelStrategy
+    from megatron_lightning.strategies.checkpoint_strategy import CheckpointStrategy
 
 MODEL, MASTER, OPTIMIZER = "model.", "master.", "optimizer."
 QUANTIZATION = "quantization."
@@ -39,7 +39,7 @@ KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 """Options of a parameter group that belong to the device at hand, not to the training."""
 
 
-def model_tensors(strategy: ModelStrategy) -> dict[str, Tensor]:
+def model_tensors(strategy: CheckpointStrategy) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank holds, by canonical name."""
     module = strategy.lightning_module
     assert module is not None
@@ -57,7 +57,7 @@ def model_tensors(strategy: ModelStrategy) -> dict[str, Tensor]:
 
 
 def save(
-    strategy: ModelStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    strategy: CheckpointStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
     """Write `checkpoint` to the folder `filepath`, in the background if asked for. All ranks call
     it; errors are raised on all of them.
@@ -76,7 +76,7 @@ def save(
 
 
 def split(
-    strategy: ModelStrategy, checkpoint: Mapping[str, Any]
+    strategy: CheckpointStrategy, checkpoint: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by canonical name, and what is saved as objects."""
     objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
@@ -92,7 +92,7 @@ def split(
 
 
 def shared_tensors(
-    strategy: ModelStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
+    strategy: CheckpointStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
 ) -> dict[str, Tensor]:
     """What this rank adds to a checkpoint of all ranks: `tensors_to_save`, buffers from the first
     data-parallel replica alone. Those of others differ (statistics of batch norm), and the next
@@ -105,7 +105,7 @@ def shared_tensors(
 
 
 def tensors_to_save(
-    strategy: ModelStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
+    strategy: CheckpointStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
 ) -> dict[str, Tensor]:
     """This rank's parts of what a checkpoint holds, by global name."""
     table = strategy.parallel_model.table
@@ -124,7 +124,7 @@ def tensors_to_save(
     return tensors
 
 
-def _histories(strategy: ModelStrategy) -> dict[str, Tensor]:
+def _histories(strategy: CheckpointStrategy) -> dict[str, Tensor]:
     quantization = strategy.parallel_model.quantization
     if quantization is None or quantization.delayed is None:
         return {}
@@ -132,7 +132,7 @@ def _histories(strategy: ModelStrategy) -> dict[str, Tensor]:
     return {f"{QUANTIZATION}{strategy.network_prefix}{n}": value for n, value in found.items()}
 
 
-def _load_histories(strategy: ModelStrategy, folder: Path) -> None:
+def _load_histories(strategy: CheckpointStrategy, folder: Path) -> None:
     """Largest values of past steps, where the checkpoint has them in this length."""
     quantization = strategy.parallel_model.quantization
     if quantization is None or quantization.delayed is None:
@@ -149,7 +149,7 @@ def _load_histories(strategy: ModelStrategy, folder: Path) -> None:
     quantization.delayed.loaded()
 
 
-def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
+def load(strategy: CheckpointStrategy, path: Any) -> dict[str, Any]:
     """Put weights and, when fitting, optimizer state in place; return the rest for Lightning."""
     folder = Path(path)
     objects = store.load_objects(folder, codec=CODEC)
@@ -176,12 +176,12 @@ def load(strategy: ModelStrategy, path: Any) -> dict[str, Any]:
     return {**objects, "state_dict": model_tensors(strategy), "optimizer_states": []}
 
 
-def _readers_of(folder: Path, strategy: ModelStrategy) -> Any:
+def _readers_of(folder: Path, strategy: CheckpointStrategy) -> Any:
     """Who reads a checkpoint: all ranks together, or each its own part (`checkpoint.local`)."""
     return ALONE if is_part(folder) else strategy.mesh.control_group
 
 
-def check_loaded(strategy: ModelStrategy, checkpoint: Mapping[str, Any]) -> None:
+def check_loaded(strategy: CheckpointStrategy, checkpoint: Mapping[str, Any]) -> None:
     """Refuse a hook that has changed what is to be loaded: it is in place already."""
     given, loaded = checkpoint["state_dict"], model_tensors(strategy)
     changed = [
@@ -198,7 +198,7 @@ def check_loaded(strategy: ModelStrategy, checkpoint: Mapping[str, Any]) -> None
         )
 
 
-def remove(strategy: ModelStrategy, filepath: Any) -> None:
+def remove(strategy: CheckpointStrategy, filepath: Any) -> None:
     """Delete a checkpoint, on rank 0, once a save that is under way, which may replace it, is
     committed.
     """
@@ -206,7 +206,7 @@ def remove(strategy: ModelStrategy, filepath: Any) -> None:
         strategy.saves.after_commit(lambda: _remove(strategy, Path(filepath)))
 
 
-def _remove(strategy: ModelStrategy, path: Path) -> None:
+def _remove(strategy: CheckpointStrategy, path: Path) -> None:
     if (path / MANIFEST_FILE).is_file():
         strategy.saves.delete(path)
     elif path.is_dir():
@@ -239,14 +239,14 @@ def _optimizer_tensors(
     return tensors
 
 
-def _elsewhere(strategy: ModelStrategy, objects: Mapping[str, Any]) -> frozenset[str]:
+def _elsewhere(strategy: CheckpointStrategy, objects: Mapping[str, Any]) -> frozenset[str]:
     """Parameters that a checkpoint leaves to what the module was made of (adapters alone)."""
     module: Any = strategy.lightning_module
     return module.names_elsewhere(objects) if hasattr(module, "names_elsewhere") else frozenset()
 
 
 def _load_model(
-    strategy: ModelStrategy, folder: Path, *, with_masters: bool, elsewhere: frozenset[str]
+    strategy: CheckpointStrategy, folder: Path, *, with_masters: bool, elsewhere: frozenset[str]
 ) -> None:
     strategy.parallel_model.reshard()
     table = strategy.parallel_model.table
@@ -279,7 +279,7 @@ def _load_model(
         store.load(folder, exact, strict="none", scope=MASTER, process_group=group)
 
 
-def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
+def _load_optimizer(strategy: CheckpointStrategy, folder: Path) -> None:
     update = strategy.update
     assert update is not None
     tensors = _optimizer_tensors(update, materialise=True)
@@ -309,7 +309,7 @@ def _load_optimizer(strategy: ModelStrategy, folder: Path) -> None:
 
 
 def _masters_from_weights(
-    strategy: ModelStrategy, update: ParameterUpdate, folder: Path, names: Collection[str]
+    strategy: CheckpointStrategy, update: ParameterUpdate, folder: Path, names: Collection[str]
 ) -> None:
     """Take the weights for the masters of these names, as exactly as they are stored (float32 ones
     of a float32 run).

@@ -41,7 +41,7 @@ from megatron_lightning.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from megatron_lightning.config.local_checkpoint import LocalCheckpointConfig
-    from megatron_lightning.strategies.model_strategy import ModelStrategy
+    from megatron_lightning.strategies.checkpoint_strategy import CheckpointStrategy
 
 
 class LocalCopies:
@@ -49,7 +49,7 @@ class LocalCopies:
     but for `close`.
     """
 
-    def __init__(self, strategy: ModelStrategy, config: LocalCheckpointConfig) -> None:
+    def __init__(self, strategy: CheckpointStrategy, config: LocalCheckpointConfig) -> None:
         self._strategy = strategy
         self._config = config
         self._folder = Path(config.folder)

@@ -1,6 +1,4 @@
-"""The part of the strategy that holds the cut model: its set-up, steps without training, and
-checkpoints.
-"""
+"""The part of the strategy that holds the cut model: its set-up, and steps without training."""
 
 from __future__ import annotations
 
@@ -11,10 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from megatron_lightning.checkpoint import SaveTimes
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.config.validate import check_world, raise_if_any
@@ -28,15 +24,11 @@ from megatron_lightning.runtime.parallelize import Target, parallelize
 from megatron_lightning.runtime.step import StepRunner
 from megatron_lightning.runtime.update import ParameterUpdate
 from megatron_lightning.runtime.window import AccumulationWindow
-from megatron_lightning.strategies import _compat, adjust, checkpoint_io, loaders
+from megatron_lightning.strategies import _compat, adjust, loaders
+from megatron_lightning.strategies.checkpoint_strategy import CheckpointStrategy
 from megatron_lightning.strategies.handover import load_pending
 from megatron_lightning.strategies.launchers import choose_launcher
-from megatron_lightning.strategies.local_copies import LocalCopies
-from megatron_lightning.strategies.mesh_strategy import MeshStrategy
-from megatron_lightning.strategies.random_states import Generators
 from megatron_lightning.strategies.run_checks import raise_on_first_rank
-from megatron_lightning.strategies.saves import Saves
-from megatron_lightning.strategies.signals import SAVED_STEP
 from megatron_lightning.strategies.steps import Steps
 from megatron_lightning.strategies.targets import claim, find_target
 from megatron_lightning.strategies.trainer_checks import optimizer_problems, trainer_problems
@@ -46,7 +38,7 @@ from megatron_lightning.utils.env import global_seed
 DEFAULT_SEED = 1234
 
 
-class ModelStrategy(MeshStrategy):
+class ModelStrategy(CheckpointStrategy):
     """A mesh with a cut model on it. Abstract: `MegatronStrategy` adds training."""
 
     materialises_networks = True
@@ -64,15 +56,9 @@ class ModelStrategy(MeshStrategy):
         self._sequence_dims = {**SEQUENCE_DIMS, **sequence_dims}
         self._parallel: ParallelModel | None = None
         self._cut_module: LightningModule | None = None
-        self.network_prefix = ""
-        """What names of the cut network's parameters begin with, e.g. "network."."""
         self._steps: Steps | None = None
         self._update: ParameterUpdate | None = None
         self._window: AccumulationWindow | None = None
-        self._local: LocalCopies | None = None
-        self.generators = Generators()
-        self.saves = Saves(self)
-        """Saves of checkpoints, in the background if asked for."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -84,6 +70,12 @@ class ModelStrategy(MeshStrategy):
     # ------------------------------------------------------------------ the model
 
     @property
+    @override
+    def is_cut(self) -> bool:
+        return self._parallel is not None
+
+    @property
+    @override
     def parallel_model(self) -> ParallelModel:
         """This rank's part of the model and its parameter table; RuntimeError before setup."""
         if self._parallel is None:
@@ -111,6 +103,7 @@ class ModelStrategy(MeshStrategy):
         return None if self._update is None else self._update.masters
 
     @property
+    @override
     def update(self) -> ParameterUpdate | None:
         """What the optimizers update, and how gradients get there; None unless fitting."""
         return self._update
@@ -275,77 +268,7 @@ class ModelStrategy(MeshStrategy):
         source = self.parallel_model.placement.last_rank
         return _compat.share_predictions(prediction, self.mesh, source)
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def _begin_local_copies(self) -> None:
-        if self._local is None and self.config.checkpoint.local is not None:
-            self._local = LocalCopies(self, self.config.checkpoint.local)
-        if self._local is not None:
-            self._local.begin_fit()
-
-    @override
-    def choose_start(self, path: Any) -> Any:
-        return path if self._local is None else self._local.choose(path)
-
-    @override
-    def at_step_boundary(self, complete: int) -> None:
-        if self._local is not None:
-            assert self._guard is not None
-            self._local.after_batch(complete)
-            self._guard.ballot.mine[SAVED_STEP] = self._local.newest
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Local tensors by canonical name; the checkpoint holds the global ones."""
-        return checkpoint_io.model_tensors(self) if self._parallel is not None else {}
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers that this rank holds, by canonical name."""
-        return checkpoint_io.model_tensors(self)
-
-    @property
-    def save_times(self) -> SaveTimes | None:
-        """What the last checkpoint cost that was committed, the same on every rank; None before."""
-        return self.saves.times
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty: the strategy saves optimizer state itself, as global tensors."""
-        return {}
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if self.may_save(filepath):
-            checkpoint_io.save(self, checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        self.saves.finish()
-        self.saves.state_changes()
-        return checkpoint_io.load(self, checkpoint_path)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Only a check: `load_checkpoint` has put the weights in place."""
-        checkpoint_io.check_loaded(self, checkpoint)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has put the optimizer state in place."""
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        checkpoint_io.remove(self, filepath)
-
     # ------------------------------------------------------------------ end
-
-    @override
-    def on_train_end(self) -> None:
-        self.saves.finish()
 
     @override
     def teardown(self) -> None:
@@ -353,9 +276,7 @@ class ModelStrategy(MeshStrategy):
             self._parallel.graphs.set_buckets(None)  # groups can't end before their graphs
         self.give_up_if_alone()
         together = not (self.fails_alone or self.failed_after_another)
-        self.saves.close(wait=not self.fails_alone)
-        if self._local is not None:
-            self._local.close(wait=together)
+        self._end_saves(together)
         if self._update is not None:
             self._update.close(wait=together)
         if self._parallel is not None:

@@ -24,7 +24,7 @@ from megatron_lightning.strategies.readers import changers
 from megatron_lightning.utils.logging import get_logger
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.model_strategy import ModelStrategy
+    from megatron_lightning.strategies.checkpoint_strategy import CheckpointStrategy
 
 
 class Saves:
@@ -33,7 +33,7 @@ class Saves:
     All ranks call each method together, but for `before_update`, `after_commit` and `delete`.
     """
 
-    def __init__(self, strategy: ModelStrategy) -> None:
+    def __init__(self, strategy: CheckpointStrategy) -> None:
         self._strategy = strategy
         self._config = strategy.config.checkpoint
         self._saver: Saver | None = None

@@ -21,7 +21,7 @@ from megatron_lightning.checkpoint.ranks import ALONE
 from megatron_lightning.config.plan import ParallelPlan, canonical_name
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.model_strategy import ModelStrategy
+    from megatron_lightning.strategies.checkpoint_strategy import CheckpointStrategy
 
 ALIASES = "parameter_aliases"
 """Entry of a checkpoint: further names of parameters that a module has under several names."""
@@ -68,7 +68,7 @@ def _moved(tensor: Tensor, map_location: Any) -> Tensor:
     return tensor.to(map_location) if named else tensor
 
 
-def aliases(strategy: ModelStrategy) -> dict[str, str]:
+def aliases(strategy: CheckpointStrategy) -> dict[str, str]:
     """Further name -> name under which the checkpoint has the parameter."""
     module = strategy.lightning_module
     assert module is not None
