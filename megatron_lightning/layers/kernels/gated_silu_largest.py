@@ -17,8 +17,16 @@ _WARPS = 4
 
 
 @triton.jit
-def _note(most, parts, places: tl.constexpr):
-    """Sizes are ordered as the integers of their bits."""
+def _larger(one, other):
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _note(sizes, parts, dtype: tl.constexpr, places: tl.constexpr):
+    """Sizes before they are rounded to `dtype`, which keeps their order: the largest is rounded.
+    They are ordered as the integers of their bits.
+    """
+    most = _size(tl.reduce(sizes, 0, _larger).to(dtype))
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     place = parts.to(tl.pointer_type(tl.int32), bitcast=True) + program % places
     tl.atomic_max(place, most.to(tl.int32, bitcast=True), sem="relaxed")
@@ -31,9 +39,9 @@ def _forward(inner, product, parts, width, block: tl.constexpr, places: tl.const
     inside = column < width
     gate = tl.load(inner + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
-    value = (gate * tl.sigmoid(gate) * up).to(product.dtype.element_ty)
-    tl.store(product + row * width + column, value, mask=inside)
-    _note(tl.max(_size(value), axis=0), parts, places)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(product + row * width + column, value.to(product.dtype.element_ty), mask=inside)
+    _note(tl.abs(value), parts, product.dtype.element_ty, places)
 
 
 @triton.jit
@@ -47,11 +55,11 @@ def _backward(grad, inner, grad_inner, parts, width, block: tl.constexpr, places
     sigmoid = tl.sigmoid(gate)
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     element = grad_inner.dtype.element_ty
-    of_gate = (dy * up * slope).to(element)
-    of_up = (dy * gate * sigmoid).to(element)
-    tl.store(grad_inner + row * 2 * width + column, of_gate, mask=inside)
-    tl.store(grad_inner + (row * 2 + 1) * width + column, of_up, mask=inside)
-    _note(tl.max(tl.maximum(_size(of_gate), _size(of_up)), axis=0), parts, places)
+    of_gate = dy * up * slope
+    of_up = dy * gate * sigmoid
+    tl.store(grad_inner + row * 2 * width + column, of_gate.to(element), mask=inside)
+    tl.store(grad_inner + (row * 2 + 1) * width + column, of_up.to(element), mask=inside)
+    _note(_larger(tl.abs(of_gate), tl.abs(of_up)), parts, element, places)
 
 
 def forward(inner: Tensor, places: int) -> tuple[Tensor, Tensor]:
