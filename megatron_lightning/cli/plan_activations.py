@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from megatron_lightning.cli.plan_quantized import QuantizedLayer, quantized_layers
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.config.activations import (
-    ActivationSizes,
     embedding_bytes_per_token,
     head_bytes_per_token,
-    kept_bytes_per_token,
     layer_rows,
     prediction_bytes_per_token,
 )
@@ -20,6 +18,7 @@ from megatron_lightning.config.model import GPTConfig
 from megatron_lightning.config.moe import expert_width
 from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.config.rounded_inputs import RoundedInputs, with_rounded_inputs
+from megatron_lightning.config.saved_tensors import ActivationSizes, kept_bytes_per_token
 from megatron_lightning.parallel.pipeline import ChunkUnits
 from megatron_lightning.precision.policy import policy_for
 from megatron_lightning.runtime.recompute import name_matches

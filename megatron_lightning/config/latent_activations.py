@@ -1,90 +1,119 @@
-"""What latent attention keeps for its backward pass, between the norm before it and the sum behind
-it (see `config/activations.py`).
+"""What the half of a layer with latent attention keeps for its backward pass (see
+`activations.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.config.saved_tensors import (
+    STATISTIC_BYTES,
+    ActivationSizes,
+    SavedTensor,
+    branch_norm_rows,
+    dropout_mask,
+    hidden_input,
+    norm_input,
+    norm_rows,
+)
 
 ATTENTION = "self_attention"
 CORE = f"{ATTENTION}.core_attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentTensor:
-    """As `activations.SavedTensor`."""
+def latent_rows(model: GPTConfig, sizes: ActivationSizes, *, sliding: bool) -> list[SavedTensor]:
+    """Rows of one layer's half; `sliding`: its window is shorter than the sequence."""
+    split = sizes.split_hidden
+    hidden, heads = model.hidden_size / split, model.num_attention_heads
+    return [
+        hidden_input("layer input", model, sizes, "input_layernorm", ("",)),
+        *norm_rows("input_layernorm", model, sizes, hidden, 1 / split),
+        SavedTensor(
+            name="attention statistics",
+            bytes_per_token=heads / sizes.tensor_parallel_size * STATISTIC_BYTES,
+            kept_by=(CORE,),
+        ),
+        *_projections(model, sizes),
+        *_core_rows(model, sizes, sliding=sliding),
+        *branch_norm_rows("post_attention_layernorm", model, sizes),
+        *dropout_mask("attention_dropout", model, hidden),
+    ]
 
-    name: str
-    elements: float
-    """On one rank, for each token."""
-    kept_by: tuple[str, ...]
-    enters: tuple[str, ...] = ()
-    norm: str | None = None
-    """The norm that it is the input of, whose own rows are to be added."""
 
-
-def latent_tensors(
-    model: GPTConfig, *, split_hidden: int, tensor_size: int, sliding: bool
-) -> list[LatentTensor]:
-    """Rows of one layer but for the numbers that attention keeps for each row.
-
-    `split_hidden`: ranks over which the sequence is split between products; `tensor_size`: those
-    that share the heads.
-    """
-    latent = model.latent_attention
+def _projections(model: GPTConfig, sizes: ActivationSizes) -> list[SavedTensor]:
+    """From the normed input to the products that make queries, keys and values."""
+    latent, split = model.latent_attention, sizes.split_hidden
     assert latent is not None
-    heads = model.num_attention_heads / tensor_size
-    rank = latent.kv_lora_rank / split_hidden
     downs = ["linear_kv_down_proj", "linear_q_down_proj" if latent.q_lora_rank else "linear_q_proj"]
     readers = tuple(f"{ATTENTION}.{name}" for name in downs)
+    rank = latent.kv_lora_rank / split
     found = [
-        LatentTensor(
+        SavedTensor(
             name="normed attention input",
-            elements=model.hidden_size / split_hidden,
+            bytes_per_token=sizes.bytes_per_element * (model.hidden_size / split),
             kept_by=readers,
             enters=(ATTENTION, *readers),
         ),
-        _to_norm("compressed keys, values and shared key", rank, "kv_layernorm"),
-        _to_product("normed keys and values", rank, "linear_kv_up_proj"),
+        *_compressed("keys, values and shared key", model, sizes, rank, "kv_layernorm"),
+        _to_product("normed keys and values", sizes, rank, "linear_kv_up_proj"),
     ]
     if latent.q_lora_rank:
-        size = latent.q_lora_rank / split_hidden
+        size = latent.q_lora_rank / split
         found += [
-            _to_norm("compressed queries", size, "q_layernorm"),
-            _to_product("normed compressed queries", size, "linear_q_up_proj"),
+            *_compressed("queries", model, sizes, size, "q_layernorm"),
+            _to_product("normed compressed queries", sizes, size, "linear_q_up_proj"),
         ]
+    return found
+
+
+def _core_rows(model: GPTConfig, sizes: ActivationSizes, *, sliding: bool) -> list[SavedTensor]:
+    """What attention itself takes in and gives."""
+    latent, element = model.latent_attention, sizes.bytes_per_element
+    assert latent is not None
+    heads = model.num_attention_heads / sizes.tensor_parallel_size
     query, value = heads * latent.query_dim, heads * latent.v_head_dim
     wide = max(query, value)
-    found.append(_core("queries and keys", 2 * wide))
+    up = element * (heads * (latent.qk_head_dim + latent.v_head_dim))
+    found = [_core("queries and keys", element * (2 * wide))]
     if query == value:  # a view of what the projection gives for keys and values
-        found.append(_core("values", heads * (latent.qk_head_dim + latent.v_head_dim)))
+        found.append(_core("values", up))
     else:  # the kernel takes one size
-        up = heads * (latent.qk_head_dim + latent.v_head_dim)
+        size = element * (2 * wide)
         found += [
-            LatentTensor(name="values", elements=up, kept_by=(), enters=(CORE,)),
-            LatentTensor(name="values and output of one size", elements=2 * wide, kept_by=(CORE,)),
+            SavedTensor(name="values", bytes_per_token=up, kept_by=(), enters=(CORE,)),
+            SavedTensor(
+                name="values and output of one size", bytes_per_token=size, kept_by=(CORE,)
+            ),
         ]
     if sliding:
-        found.append(LatentTensor(name="windows", elements=4 * wide, kept_by=(CORE,)))
+        size = element * (4 * wide)
+        found.append(SavedTensor(name="windows", bytes_per_token=size, kept_by=(CORE,)))
     output = f"{ATTENTION}.linear_proj"
-    kept_by = (CORE, output) if query == value else (output,)
     found.append(
-        LatentTensor(name="attention output", elements=value, kept_by=kept_by, enters=(output,))
+        SavedTensor(
+            name="attention output",
+            bytes_per_token=element * value,
+            kept_by=(CORE, output) if query == value else (output,),
+            enters=(output,),
+        )
     )
     return found
 
 
-def _to_norm(name: str, elements: float, norm: str) -> LatentTensor:
-    path = f"{ATTENTION}.{norm}"
-    return LatentTensor(name=name, elements=elements, kept_by=(path,), enters=(path,), norm=path)
+def _compressed(
+    name: str, model: GPTConfig, sizes: ActivationSizes, elements: float, norm: str
+) -> list[SavedTensor]:
+    """What a norm takes in between two projections, and what it keeps itself."""
+    path, size = f"{ATTENTION}.{norm}", sizes.bytes_per_element * elements
+    return [
+        norm_input(f"compressed {name}", size, model, sizes, path),
+        *norm_rows(path, model, sizes, elements, 1 / sizes.split_hidden),
+    ]
 
 
-def _to_product(name: str, elements: float, linear: str) -> LatentTensor:
-    path = f"{ATTENTION}.{linear}"
-    return LatentTensor(name=name, elements=elements, kept_by=(path,), enters=(path,))
+def _to_product(name: str, sizes: ActivationSizes, elements: float, linear: str) -> SavedTensor:
+    path, size = f"{ATTENTION}.{linear}", sizes.bytes_per_element * elements
+    return SavedTensor(name=name, bytes_per_token=size, kept_by=(path,), enters=(path,))
 
 
-def _core(name: str, elements: float) -> LatentTensor:
-    return LatentTensor(name=name, elements=elements, kept_by=(CORE,), enters=(CORE,))
+def _core(name: str, size: float) -> SavedTensor:
+    return SavedTensor(name=name, bytes_per_token=size, kept_by=(CORE,), enters=(CORE,))

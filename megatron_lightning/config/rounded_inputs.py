@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_lightning.config.activations import SavedTensor
 from megatron_lightning.config.quantization import QuantizationConfig
+from megatron_lightning.config.saved_tensors import SavedTensor
 
 RoundedInputs = tuple[tuple[str, float], ...]
 """(path of a linear layer within its layer, bytes kept for each element of its input held here)."""

@@ -10,12 +10,11 @@ from megatron_lightning.cli.plan_memory import unit_parameters
 from megatron_lightning.cli.plan_request import PlanRequest
 from megatron_lightning.config import ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron_lightning.config.activations import (
-    ActivationSizes,
     embedding_bytes_per_token,
     head_bytes_per_token,
-    kept_bytes_per_token,
     layer_rows,
 )
+from megatron_lightning.config.saved_tensors import ActivationSizes, kept_bytes_per_token
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.plans import gpt_plan
 from megatron_lightning.parallel.mesh import ParallelMesh

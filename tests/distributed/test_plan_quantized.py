@@ -20,13 +20,12 @@ from megatron_lightning.config import (
     QuantizationConfig,
 )
 from megatron_lightning.config.activations import (
-    ActivationSizes,
     embedding_bytes_per_token,
     head_bytes_per_token,
-    kept_bytes_per_token,
     layer_rows,
 )
 from megatron_lightning.config.rounded_inputs import with_rounded_inputs
+from megatron_lightning.config.saved_tensors import ActivationSizes, kept_bytes_per_token
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.models.plans import gpt_plan

@@ -16,14 +16,13 @@ from megatron_lightning.config import (
     StreamConfig,
 )
 from megatron_lightning.config.activations import (
-    ActivationSizes,
     embedding_bytes_per_token,
     head_bytes_per_token,
-    kept_bytes_per_token,
     layer_rows,
     prediction_bytes_per_token,
 )
 from megatron_lightning.config.model_states import StateDtypes, state_bytes
+from megatron_lightning.config.saved_tensors import ActivationSizes, kept_bytes_per_token
 from megatron_lightning.layers.dropout import apply_random
 from megatron_lightning.models.gpt_network import GPTNetwork
 from megatron_lightning.parallel.mesh import ParallelMesh

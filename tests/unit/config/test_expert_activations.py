@@ -8,10 +8,9 @@ from torch import nn
 
 from megatron_lightning.config import GPTConfig, MoEConfig
 from megatron_lightning.config.activations import (
-    ActivationSizes,
-    kept_bytes_per_token,
     layer_rows,
 )
+from megatron_lightning.config.saved_tensors import ActivationSizes, kept_bytes_per_token
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.torch_backend import TorchBackend
 from tests.saved_bytes import saved_bytes
