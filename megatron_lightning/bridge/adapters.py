@@ -17,9 +17,10 @@ from megatron_lightning.bridge.adapter_names import (
     adapter_table,
     places,
 )
-from megatron_lightning.bridge.export import RankBoxes, check_dtype, held_boxes, ranks_of
+from megatron_lightning.bridge.export import check_dtype
 from megatron_lightning.bridge.family import Family
 from megatron_lightning.bridge.folder import read_json
+from megatron_lightning.bridge.held import RankBoxes, held_boxes, ranks_of
 from megatron_lightning.bridge.hf import family_named, family_of
 from megatron_lightning.bridge.placing import plan_files, write_json
 from megatron_lightning.bridge.record import SourceRecord

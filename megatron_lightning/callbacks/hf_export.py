@@ -16,13 +16,9 @@ from typing_extensions import override
 
 from megatron_lightning.bridge.background import ExportThread, HostCopy
 from megatron_lightning.bridge.card import CARD, facts_of_trainer
-from megatron_lightning.bridge.export import (
-    ExportOptions,
-    begin_export,
-    held_for_export,
-    target_of,
-)
+from megatron_lightning.bridge.export import ExportOptions, begin_export, target_of
 from megatron_lightning.bridge.folder import CONFIG
+from megatron_lightning.bridge.held import held_for_export
 from megatron_lightning.bridge.placing import DEFAULT_SHARD_BYTES
 from megatron_lightning.bridge.writing import Export, Shares
 from megatron_lightning.checkpoint.ranks import ALONE, RankGroup
