@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.strategies.fork_launcher import die_with
+from megatron_lightning.strategies.forks import die_with
 from megatron_lightning.utils.env import provide
 from megatron_lightning.utils.ports import free_port
 

@@ -6,15 +6,13 @@ can hang it; results and failures come through one pipe per rank.
 
 from __future__ import annotations
 
-import builtins
-import ctypes
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -22,7 +20,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -37,6 +34,7 @@ from megatron_lightning.strategies.failure import (
     say,
     traceback_of,
 )
+from megatron_lightning.strategies.forks import become_rank, check_can_fork, check_inherited
 from megatron_lightning.strategies.handover import Handover, picklable
 from megatron_lightning.strategies.run_checks import check_run
 
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 _START_GRACE_SECONDS = 1.0
 _RUN_GRACE_SECONDS = 35.0
 _EXIT_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +159,7 @@ class ForkLauncher(_Launcher):
 
             def main(number: int = number, theirs: Any = theirs) -> None:
                 self._child = theirs
-                _become_rank(number, parent, self._forwarded)
+                become_rank(number, parent, self._forwarded)
                 self._run(number, function)
 
             process = context.Process(target=main, name=f"rank {number}")
@@ -279,7 +276,7 @@ class ForkLauncher(_Launcher):
         strategy = self._strategy
         try:
             strategy.set_world_ranks()
-            _check_inherited(strategy.root_device)
+            check_inherited(strategy.root_device)
             self._child.send(self._handover.collect(strategy, function()))
         except BaseException as exception:
             failure = _Failure(
@@ -292,54 +289,3 @@ class ForkLauncher(_Launcher):
             self._child.send(failure)
             sys.exit(1)
         dist.destroy_process_group()
-
-
-def check_can_fork() -> None:
-    """RuntimeError where forks of this process could not work."""
-    if torch.cuda.is_initialized():
-        raise RuntimeError(
-            "CUDA is initialised in this process, and forked ranks could not use it: restart the "
-            "kernel, and before Trainer.fit move no tensor or module to a GPU and call no "
-            "torch.cuda function that needs one; or run a script (python, torchrun)"
-        )
-    if dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is initialised in this process, and forked ranks would inherit it: "
-            "call torch.distributed.destroy_process_group() before Trainer.fit"
-        )
-
-
-def _check_inherited(device: torch.device) -> None:
-    """RuntimeError in a rank whose parent has done what forks can't go on with, and which can't be
-    seen in the parent: even gradients on the CPU start threads of autograd in a CUDA build.
-    """
-    try:
-        torch.ones((), requires_grad=True, device=device).backward()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the process that forked this rank had used CUDA or computed gradients before "
-            f"({str(error).splitlines()[0]}): restart the kernel and call Trainer.fit before "
-            f"anything of that kind, or run a script (python, torchrun)"
-        ) from error
-
-
-def die_with(parent: int) -> None:
-    """Let the system end this forked process when its parent, of that pid, is gone (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _become_rank(number: int, parent: int, forwarded: Sequence[int]) -> None:
-    die_with(parent)
-    for signum in forwarded:
-        signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not isinstance(sys.stdout, type(sys.__stdout__)):  # a notebook's, which needs its threads
-        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
-        builtins.__dict__.pop("get_ipython", None)  # progress bars would draw widgets in vain
-    os.environ["LOCAL_RANK"] = str(number)
-    # GNU OpenMP hangs in a fork once the process has used its threads before.
-    torch.set_num_threads(1)
