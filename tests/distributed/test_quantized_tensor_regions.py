@@ -1,5 +1,5 @@
-"""FP8 layers split over tensor ranks: one compiled graph, and the numbers of eager ones. torch has
-the products of `_scaled_mm` on the CPU too.
+"""FP8 layers split over tensor ranks: one compiled graph, and the numbers of eager ones; by parts
+on their way as messages, and by collectives. torch has the products of `_scaled_mm` on the CPU too.
 """
 
 from typing import Any
@@ -17,6 +17,8 @@ from megatron_lightning.parallel.materialise import materialise
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.overlap.whole import Collectives
+from megatron_lightning.parallel.peers.exchange import Exchange, MessageExchange, Turn
+from megatron_lightning.parallel.quantized.apply import overlap_of
 from megatron_lightning.parallel.quantized.borders import one_operation
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.quantized.quantization import Quantization
@@ -30,7 +32,19 @@ from tests.harness import run_ranks
 LAYERS = ("linear_fc1", "linear_fc2")
 
 
-def mlp_of(kind: str, mesh: ParallelMesh, splits: bool) -> tuple[MLP, Quantization]:
+class Counted(MessageExchange):
+    """Counts its turns."""
+
+    turns = 0
+
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Turn:
+        self.turns += 1
+        return super().begin(rows, columns, dtype)
+
+
+def mlp_of(
+    kind: str, mesh: ParallelMesh, splits: bool, overlap: Overlap
+) -> tuple[MLP, Quantization]:
     """An MLP on this rank, quantized as `apply_quantization` does it, which would refuse a CPU."""
     axis, cpu = mesh.tp, torch.device("cpu")
     config = GPTConfig(
@@ -43,7 +57,6 @@ def mlp_of(kind: str, mesh: ParallelMesh, splits: bool) -> tuple[MLP, Quantizati
         init_method_std=0.2,
     )
     mlp = MLP(config, TorchBackend(), device="meta")
-    overlap = Overlap.of(Collectives(axis))
     table = apply_tensor_parallel(mlp, GATED, axis, sequence_parallel=splits, overlap=overlap)
     materialise(mlp, table, seed=0, device="cpu", dtype=torch.bfloat16)
     delayed = None
@@ -62,16 +75,25 @@ def mlp_of(kind: str, mesh: ParallelMesh, splits: bool) -> tuple[MLP, Quantizati
             context_axis=MeshAxis(name="cp"),
             splits_sequence=False,
             clock=quantization.clock,
+            overlap=overlap_of(layer),
             in_regions=one_operation(axis, sequence_parallel=splits, sequence_dim=0),
         )
         quantization.add(layer.quantized, layer)
     return mlp, quantization
 
 
-def train(mesh: ParallelMesh, kind: str, length: int, splits: bool, compiler: Any) -> list[Tensor]:
+def train(
+    mesh: ParallelMesh,
+    kind: str,
+    length: int,
+    splits: bool,
+    compiler: Any,
+    exchange: Exchange | Collectives | None = None,
+) -> list[Tensor]:
     """`splits`: each rank has a part of the sequence."""
     parts = mesh.tp.size if splits else 1
-    mlp, quantization = mlp_of(kind, mesh, splits)
+    overlap = Overlap.of(exchange or Collectives(mesh.tp))
+    mlp, quantization = mlp_of(kind, mesh, splits, overlap)
     if compiler is not None:
         mlp.compile(backend=compiler, fullgraph=True)
     results: list[Tensor] = []
@@ -109,6 +131,21 @@ def compare(rank: int, size: int, kind: str, length: int, splits: bool) -> int:
     return counter.frame_count
 
 
+def compare_by_parts(rank: int, size: int, kind: str, length: int) -> tuple[int, list[int]]:
+    """Graphs of the compiled run; turns of it, and of the eager one."""
+    torch._dynamo.reset()
+    mesh = ParallelMesh.build(device=torch.device("cpu"), tensor=size)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    wanted, turns = train(mesh, kind, length, True, None), []
+    for compiler in (counter, None):
+        exchange = Counted(mesh.tp)
+        got = train(mesh, kind, length, True, compiler, exchange)
+        assert all(map(torch.equal, got, wanted))
+        assert len(got) == len(wanted)
+        turns.append(exchange.turns)
+    return counter.frame_count, turns
+
+
 @pytest.mark.parametrize(
     ("kind", "length", "splits"),
     [
@@ -129,3 +166,21 @@ def test_split_layers_are_one_graph_and_train_the_same(
     of_training_and_evaluation = 2
     graphs = run_ranks(compare, 2, kind, length, splits, timeout=180)
     assert graphs == [of_training_and_evaluation] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "turns"),
+    [
+        ("tensorwise", 16, 4 * 4 + 2),
+        pytest.param("rowwise", 16, 4 * 4 + 2, marks=pytest.mark.slow),
+        pytest.param("delayed", 16, 4 * 4 + 2, marks=pytest.mark.slow),
+        # Parts of 12 rows are gathered before they are rounded, by a collective.
+        pytest.param("tensorwise", 12, 4 * 3 + 1, marks=pytest.mark.slow),
+        pytest.param("rowwise", 12, 4 * 3 + 1, marks=pytest.mark.slow),
+    ],
+)
+def test_products_by_parts_give_the_same(kind: str, length: int, turns: int) -> None:
+    """Of two ranks, whose partial sums are the same in either order: 4 passes and an evaluation."""
+    of_training_and_evaluation = 2
+    found = run_ranks(compare_by_parts, 2, kind, length, timeout=180)
+    assert found == [(of_training_and_evaluation, [turns, turns])] * 2

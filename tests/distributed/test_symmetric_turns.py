@@ -25,6 +25,9 @@ from megatron_lightning.parallel.peers import exchange as exchanges
 from megatron_lightning.parallel.peers import symmetric
 from megatron_lightning.parallel.peers.exchange import abandon_exchanges
 from megatron_lightning.parallel.peers.symmetric import SymmetricExchange
+from megatron_lightning.parallel.quantized import by_parts as eight_bits
+from megatron_lightning.precision.fp8 import FP8TensorRecipe
+from megatron_lightning.precision.operands import Operand
 from tests.harness import run_ranks
 
 BYTES = 1 << 16
@@ -142,6 +145,52 @@ def test_turns(size: int, writes: bool, tmp_path: Path) -> None:
         (tmp_path / f"memory{rank}").write_bytes(bytes(BYTES))
         (tmp_path / f"pad{rank}").write_bytes(bytes(256))
     run_ranks(_turns, size, str(tmp_path), writes)
+
+
+def _turns_of_eight_bits(rank: int, size: int, directory: str) -> None:
+    """What is gathered has another dtype and shape than the partial sums of the same turn."""
+    axis = ParallelMesh.build(device=torch.device("cpu"), tensor=size).tp
+    before, recipe, dtype = dict(vars(symmetric)), FP8TensorRecipe("e5m2"), torch.bfloat16
+    try:
+        exchange = _exchange(axis, directory, writes=False)
+        exchange.part_bytes = 1024
+        for number in range(10):
+            generator = torch.Generator().manual_seed(number)
+            x, *weights = (
+                recipe.pair(torch.randn(*shape, generator=generator).to(dtype), "input")
+                for shape in ((16 * size, 32), *([(16, 32)] * size))
+            )
+            itself, turned, factor = x.itself, x.transposed, weights[rank].itself
+            assert itself is not None
+            assert turned is not None
+            assert factor is not None
+            own = Operand(itself.values.chunk(size)[rank], itself.scale)
+            y = eight_bits.gather_product(recipe, own, factor, dtype, exchange)
+            assert torch.equal(y, recipe.product(itself, factor, dtype, forward=True))
+            z = eight_bits.product_scatter(recipe, itself, factor, dtype, exchange)
+            turn = exchange.begin(16, 16, dtype)
+            part = Operand(turned.values.chunk(size, 1)[rank].contiguous(), turned.scale)
+            eight_bits.begin_gather_transposed(turn, part)
+            sums = eight_bits.partial_sums(recipe, itself, factor, dtype, turn, axis, forward=True)
+            joined = eight_bits.gathered_transposed(turn, part, axis)
+            sums = turn.add_to(sums)
+            turn.end()
+            assert torch.equal(joined.values.float(), turned.values.float())
+            want = sum(
+                recipe.product(itself, w.itself, torch.float32, forward=True) for w in weights
+            ).chunk(size)[rank]
+            for got in (z, sums):
+                torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=0.2)
+    finally:
+        vars(symmetric).update(before)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_turns_of_eight_bits(size: int, tmp_path: Path) -> None:
+    for rank in range(size):
+        (tmp_path / f"memory{rank}").write_bytes(bytes(BYTES))
+        (tmp_path / f"pad{rank}").write_bytes(bytes(256))
+    run_ranks(_turns_of_eight_bits, size, str(tmp_path))
 
 
 def test_a_rank_that_ends_alone_waits_for_no_signal(

@@ -72,9 +72,17 @@ class Overlap:
 
     def way(self, part_elements: int, dtype: torch.dtype) -> str:
         """Name of the way of parts of this size."""
-        large = part_elements * dtype.itemsize >= self.least_bytes
-        way = self.exchange if large else self.whole
+        way = self._way(part_elements, dtype)
         return _name(way.axis, way.kind)
+
+    def moving(self, part_elements: int, dtype: torch.dtype) -> Exchange | None:
+        """What moves parts of this size under products; None: collectives do."""
+        way = self._way(part_elements, dtype)
+        return None if isinstance(way, Collectives) else way
+
+    def _way(self, part_elements: int, dtype: torch.dtype) -> Exchange | Collectives:
+        large = part_elements * dtype.itemsize >= self.least_bytes
+        return self.exchange if large else self.whole
 
     @property
     def way_of_whole(self) -> str:

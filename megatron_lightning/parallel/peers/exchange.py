@@ -42,7 +42,7 @@ class Turn(Protocol):
 
     def gather(self, part: Tensor, *, joins: bool = False) -> None:
         """Start to give the own part, contiguous, to all others. At most once. `joins`: for `whole`
-        too.
+        too. A part may have another shape and dtype than the turn, of no more bytes.
         """
         ...
 
@@ -51,7 +51,7 @@ class Turn(Protocol):
         ...
 
     def whole(self) -> Tensor:
-        """All parts, joined along dim 0 in the axis' order."""
+        """All parts, joined along dim 0 in the axis' order. It is gone when the turn ends."""
         ...
 
     def send(self, step: int, partial: Tensor) -> None:

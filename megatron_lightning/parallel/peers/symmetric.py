@@ -175,7 +175,8 @@ class _SymmetricTurn:
         self._exchange = exchange
         self._rank, self._size = exchange.axis.rank, exchange.axis.size
         self._shape, self._dtype = shape, dtype
-        self._numel = shape[0] * shape[1]
+        self._gathered = shape, dtype
+        """Of the parts that are gathered."""
         room = exchange.part_bytes // dtype.itemsize
         self._gather_at = number * shared_parts(self._size, sums=exchange.sums) * room
         self._sums_at = self._gather_at + self._size * room
@@ -189,8 +190,13 @@ class _SymmetricTurn:
         """What is being sent; its memory must not be used again before."""
 
     def _part_of(self, rank: int, source: int) -> Tensor:
-        offset = self._gather_at + source * self._numel
-        return self._exchange.buffer(rank, offset, self._shape, self._dtype)
+        (rows, columns), dtype = self._gathered
+        offset = self._first_gathered() + source * rows * columns
+        return self._exchange.buffer(rank, offset, (rows, columns), dtype)
+
+    def _first_gathered(self) -> int:
+        """Where what is gathered begins, in elements of its dtype."""
+        return self._gather_at * self._dtype.itemsize // self._gathered[1].itemsize
 
     def _sum_of(self, rank: int, step: int) -> Tensor:
         offset = self._sums_at + (step - 1) * self._room
@@ -204,6 +210,8 @@ class _SymmetricTurn:
 
     def gather(self, part: Tensor, *, joins: bool = False) -> None:
         exchange, rank, size = self._exchange, self._rank, self._size
+        assert part.numel() * part.element_size() <= exchange.part_bytes
+        self._gathered = (part.shape[0], part.shape[1]), part.dtype
         self._own = part
         self._kept.append(part)
         torch.cuda.set_stream(exchange.stream)
@@ -232,8 +240,9 @@ class _SymmetricTurn:
         exchange.current.wait_event(exchange.joined)
         for step in range(1, self._size):
             self._wait((self._rank - step) % self._size, self._channel)
-        shape = (self._size * self._shape[0], self._shape[1])
-        return exchange.buffer(self._rank, self._gather_at, shape, self._dtype)
+        (rows, columns), dtype = self._gathered
+        shape = (self._size * rows, columns)
+        return exchange.buffer(self._rank, self._first_gathered(), shape, dtype)
 
     def send(self, step: int, partial: Tensor) -> None:
         exchange, rank, size = self._exchange, self._rank, self._size

@@ -17,7 +17,9 @@ from torch import nn
 from megatron_lightning.config.plan import ParallelPlan, ParameterInfo, Split
 from megatron_lightning.config.quantization import QuantizationConfig
 from megatron_lightning.parallel.axes import MeshAxis
+from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.mesh import ParallelMesh
+from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.philox import make_key
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.quantized.borders import one_operation
@@ -31,6 +33,7 @@ from megatron_lightning.parallel.quantized.products import (
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.quantized.recipes import build_recipe, check_device
 from megatron_lightning.parallel.quantized.tensor_split import tensor_split_of
+from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.parallel.streams import Streams
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.grouped import ExpertRecipe, rounds_weight_gradient
@@ -83,12 +86,20 @@ def apply_quantization(
             clock=quantization.clock,
             keeps_weights=keeps_weights,
             noise=_noise(config, prefix + name, row, plan.sequence_dim, streams, seed),
+            overlap=overlap_of(module) if recipe.joins_parts and recipe.layout else None,
             in_regions=bool(recipe.layout) and keeps_weights and whole_layers,
         )
         quantization.add(module.quantized, module)
     if config.fp8_gather:
         quantization.gathered = frozenset(f"{prefix}{name}.weight" for name in modules)
     return quantization
+
+
+def overlap_of(layer: Any) -> Overlap | None:
+    """How a layer's parts of a sequence are moved under products, by what stands at its borders."""
+    if isinstance(layer.before, ColumnInput):
+        return layer.before.overlap
+    return layer.after.overlap if isinstance(layer.after, RowOutput) else None
 
 
 def _delayed_scaling(

@@ -4,12 +4,14 @@
 
 Parts of the sequence are rounded before they are gathered, which moves half the bytes, where the
 recipe can join them. Of the input only the own part is kept then, gathered once more in the
-backward pass. All tensors are in the layer's shapes, (S, ..., features).
+backward pass. Where products may hide what is moved, they do (`by_parts.py`). All tensors are in
+the layer's shapes, (S, ..., features).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +24,17 @@ from megatron_lightning.parallel.collectives import (
     begin_all_gather,
     begin_all_reduce_,
     begin_reduce_scatter,
+    reduce_scatter,
 )
-from megatron_lightning.precision.operands import Noise, Operand, Recipe
+from megatron_lightning.parallel.peers.exchange import Exchange
+from megatron_lightning.parallel.quantized.by_parts import (
+    begin_gather_transposed,
+    gather_product,
+    gathered_transposed,
+    partial_sums,
+    product_scatter,
+)
+from megatron_lightning.precision.operands import Noise, Operand, Pair, Recipe, Wanted
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.quantized.products import QuantizedProducts
@@ -58,27 +69,54 @@ def product(
     part: bool,
     keeps: bool,
     parts: Tensor | None = None,
+    scatters: int = 1,
 ) -> tuple[Tensor, Operand | None]:
     """`F.linear` of the whole input, and with `keeps` the input's transpose for the backward pass.
 
     The input is gathered along `dim` over `axis` unless that is None, and with `part` once it is
-    rounded (`joins_parts`). `parts`: largest absolute values of parts of `x`.
+    rounded (`joins_parts`). `parts`: largest absolute values of parts of `x`. Over `scatters` ranks
+    the output is summed, and the own part of its first dim is the result.
     """
     if dim is not None and not part:
         x = all_gather(x, axis, dim)
-    rows = x.flatten(0, -2)
     itself, transposed = products.input(
-        rows, part=part or products.splits_sequence, wanted=(True, keeps), parts=parts
+        x.flatten(0, -2), part=part or products.splits_sequence, wanted=(True, keeps), parts=parts
     )
     assert itself is not None
-    shape = x.shape
-    if part:
-        itself = gather_operand(itself, axis, 0)()
-        shape = torch.Size((shape[0] * axis.size, *shape[1:]))
     factor = products.weight(weight, (True, False)).itself
     assert factor is not None
-    y = products.recipe.product(itself, factor, x.dtype, forward=True)
-    return y.view(*shape[:-1], y.shape[1]), transposed
+    length = x.shape[0] * (axis.size if part else 1) // scatters
+    if scatters > 1:
+        if part:
+            itself = gather_operand(itself, axis, 0)()
+        y = _scattered(products, itself, factor, x.dtype)
+    elif part:
+        y = _gathered(products, itself, factor, x.dtype, axis)
+    else:
+        y = products.recipe.product(itself, factor, x.dtype, forward=True)
+    return y.view(length, *x.shape[1:-1], y.shape[1]), transposed
+
+
+def _gathered(
+    products: QuantizedProducts, own: Operand, factor: Operand, dtype: torch.dtype, axis: MeshAxis
+) -> Tensor:
+    exchange = products.exchange(own.values.numel(), torch.uint8)
+    if exchange is not None:
+        return gather_product(products.recipe, own, factor, dtype, exchange)
+    whole = gather_operand(own, axis, 0)()
+    return products.recipe.product(whole, factor, dtype, forward=True)
+
+
+def _scattered(
+    products: QuantizedProducts, whole: Operand, factor: Operand, dtype: torch.dtype
+) -> Tensor:
+    axis = products.tensor_axis
+    elements = len(whole.values) // axis.size * len(factor.values)
+    exchange = products.exchange(elements, dtype)
+    if exchange is not None:
+        return product_scatter(products.recipe, whole, factor, dtype, exchange)
+    y = products.recipe.product(whole, factor, dtype, forward=True)
+    return reduce_scatter(y, axis, 0)
 
 
 def gradients(
@@ -95,22 +133,40 @@ def gradients(
     sums: bool,
     noise: Noise | None = None,
     parts: Tensor | None = None,
+    scatters: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `product`'s input and weight; None: not needed, or in its sum.
 
     The sum of the input's gradient runs beside the weight's. `parts`: of the gradient.
     """
-    rows = grad.flatten(0, -2)
+    whole = (grad.shape[0] * scatters, *grad.shape[1:-1])
+    if needs_x and scatters == 1 and dim is not None and dim % grad.dim() == 0:
+        elements = grad.numel() // grad.shape[-1] // axis.size * weight.shape[1]
+        exchange = products.exchange(elements, grad.dtype)
+        if exchange is not None:
+            own, grad_weight = _gradients_by_parts(
+                products,
+                grad.flatten(0, -2),
+                weight,
+                transposed,
+                exchange,
+                part=part,
+                needs_weight=needs_weight,
+                sums=sums,
+                parts=parts,
+            )
+            return own.view(whole[0] // axis.size, *whole[1:], own.shape[1]), grad_weight
     grad_x = grad_weight = reduced = gathered = None
     if needs_weight and part and transposed is not None:
         gathered = gather_operand(transposed, axis, 1)
-    itself, of_rows = products.gradient(rows, (needs_x, needs_weight), noise, parts)
+    find = products.gradient if scatters == 1 else partial(_of_whole, products)
+    itself, of_rows = find(grad.flatten(0, -2), (needs_x, needs_weight), noise, parts)
     if needs_x:
         factor = products.weight(weight, (False, True)).transposed
         assert itself is not None
         assert factor is not None
         grad_x = products.recipe.product(itself, factor, grad.dtype, forward=False)
-        grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
+        grad_x = grad_x.view(*whole, grad_x.shape[1])
         reduced = (
             begin_all_reduce_(grad_x, axis)
             if dim is None
@@ -123,6 +179,59 @@ def gradients(
         assert transposed is not None
         grad_weight = products.weight_gradient(weight, of_rows, transposed, sums=sums)
     return None if reduced is None else reduced(), grad_weight
+
+
+def _of_whole(
+    products: QuantizedProducts,
+    part: Tensor,
+    wanted: Wanted,
+    noise: Noise | None,
+    parts: Tensor | None,
+) -> Pair:
+    """Operands of a gradient of which each tensor rank has a part of the rows."""
+    exchange = products.exchange(part.numel(), part.dtype)
+    if exchange is None:
+        whole = all_gather(part, products.tensor_axis, 0)
+        return products.gradient(whole, wanted, noise, parts)
+    turn = exchange.begin(part.shape[0], part.shape[1], part.dtype)
+    turn.gather(part.contiguous(), joins=True)
+    pair = products.gradient(turn.whole(), wanted, noise, parts)
+    turn.end()
+    return pair
+
+
+def _gradients_by_parts(
+    products: QuantizedProducts,
+    grad: Tensor,
+    weight: Tensor,
+    transposed: Operand | None,
+    exchange: Exchange,
+    *,
+    part: bool,
+    needs_weight: bool,
+    sums: bool,
+    parts: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`gradients` where the input's is needed and summed part by part: (n R, out) -> (R, in)."""
+    axis, grad_weight = exchange.axis, None
+    turn = exchange.begin(grad.shape[0] // axis.size, weight.shape[1], grad.dtype)
+    gathers = part and needs_weight
+    if gathers and transposed is not None:
+        begin_gather_transposed(turn, transposed)
+    itself, of_rows = products.gradient(grad, (True, needs_weight), None, parts)
+    factor = products.weight(weight, (False, True)).transposed
+    assert itself is not None
+    assert factor is not None
+    own = partial_sums(products.recipe, itself, factor, grad.dtype, turn, axis, forward=False)
+    if needs_weight:
+        assert of_rows is not None
+        assert transposed is not None
+        if gathers:
+            transposed = gathered_transposed(turn, transposed, axis)
+        grad_weight = products.weight_gradient(weight, of_rows, transposed, sums=sums)
+    own = turn.add_to(own)
+    turn.end()
+    return own, grad_weight
 
 
 def gather_operand(operand: Operand, axis: MeshAxis, dim: int) -> Callable[[], Operand]:

@@ -24,6 +24,8 @@ from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
+from megatron_lightning.parallel.overlap.layers import Overlap
+from megatron_lightning.parallel.peers.exchange import Exchange
 from megatron_lightning.parallel.quantized.borders import gradients, joins_parts, product
 from megatron_lightning.parallel.quantized.region import Borders, RegionLinear
 from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
@@ -31,6 +33,7 @@ from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.fp8_casts import Cast
+from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.operands import (
     BOTH,
     Noise,
@@ -75,6 +78,8 @@ class QuantizedProducts:
     keeps_weights: bool = True
     """False: round weights at each use (fully sharded ones come and go)."""
     noise: NoiseSource | None = None
+    overlap: Overlap | None = None
+    """How parts of a sequence are moved under products; None: by collectives."""
     in_regions: bool = False
     """True: in a compiled layer products are operations of its region; `announce` goes before."""
     weight_held: Tensor | None = field(default=None, repr=False)
@@ -96,9 +101,10 @@ class QuantizedProducts:
         *,
         sums: bool,
         after: Callable[[Tensor], Tensor] | None = None,
+        foreign: tuple[bool, bool] = (False, False),
     ) -> Tensor:
         """`after(F.linear(before(x), weight, bias))` by the recipe: (..., in), (out, in) -> (...,
-        out).
+        out). `foreign`: whether a region doesn't write the input, and the output's gradient.
         """
         axis, dim = _WHOLE, None
         if isinstance(before, ColumnInput):
@@ -108,9 +114,20 @@ class QuantizedProducts:
         # Within the function gradients are off, and `needs_input_grad` knows nothing of `no_grad`.
         keeps = weight.requires_grad and torch.is_grad_enabled()
         if self._in_region():
-            return self._region_linear(x, weight, bias, axis, dim, after, sums=sums, keeps=keeps)
-        y = _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps)
+            finds = self._finds(foreign)
+            return self._region_linear(
+                x, weight, bias, axis, dim, after, sums=sums, keeps=keeps, finds=finds
+            )
+        scatters = self._scatters(x, after) if bias is None else 1
+        after = after if scatters == 1 else None
+        y = _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps, scatters)
         return y if after is None else after(y)
+
+    def _scatters(self, x: Tensor, after: Callable[[Tensor], Tensor] | None) -> int:
+        """Ranks over which the sum behind the layer can be one operation with it; 1: none."""
+        if self.overlap is None or not isinstance(after, RowOutput):
+            return 1
+        return after.axis.size if self.overlap.scatters(x, after.sequence_dim) else 1
 
     def _region_linear(
         self,
@@ -123,6 +140,7 @@ class QuantizedProducts:
         *,
         sums: bool,
         keeps: bool,
+        finds: tuple[bool, bool],
     ) -> Tensor:
         """The same as one operation, with the collectives at the layer's borders."""
         assert dim in (None, 0), "see `one_operation`"
@@ -139,10 +157,16 @@ class QuantizedProducts:
             scatters,
             reduces,
         )
-        y = RegionLinear.apply(
-            x, weight, bias, sums, keeps, recipe.layout, recipe.takes_parts, borders
-        )
+        y = RegionLinear.apply(x, weight, bias, sums, keeps, recipe.layout, finds, borders)
         return y if after is None else after(y)
+
+    def _finds(self, foreign: tuple[bool, bool]) -> tuple[bool, bool]:
+        """Whether a region finds the largest values of an input, and of an output's gradient."""
+        if not self.recipe.takes_parts:
+            return False, False
+        of_input, of_gradient = foreign
+        searched = choices.SEARCHES_FOREIGN
+        return not (searched and of_input), not (searched and of_gradient)
 
     def run(self, forward: Callable[[Tensor], Tensor], x: Tensor, *, sums: bool) -> Tensor:
         """`forward(x)` of the layer, if need be outside of compiled regions."""
@@ -150,6 +174,10 @@ class QuantizedProducts:
 
     def _in_region(self) -> bool:
         return self.in_regions and torch.compiler.is_compiling()
+
+    def exchange(self, part_elements: int, dtype: torch.dtype) -> Exchange | None:
+        """What moves parts of this size under products; None: collectives do."""
+        return None if self.overlap is None else self.overlap.moving(part_elements, dtype)
 
     # ------------------------------------------------------------------ operands
 
@@ -317,14 +345,18 @@ class _QuantizedLinear(torch.autograd.Function):
         dim: int | None,
         sums: bool,
         keeps: bool,
+        scatters: int,
     ) -> Tensor:
         part = joins_parts(x, products.recipe, axis.size, dim)
-        y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps)
+        y, transposed = product(
+            products, x, weight, axis, dim, part=part, keeps=keeps, scatters=scatters
+        )
         shape = torch.Size((*y.shape[:-1], x.shape[-1]))
         rows = torch.Size((y.numel() // y.shape[-1], y.shape[-1]))
         ctx.noise = None if products.noise is None else products.noise(shape, rows, y.device)
         _save(ctx, weight, transposed)
         ctx.products, ctx.axis, ctx.dim, ctx.part, ctx.sums = products, axis, dim, part, sums
+        ctx.scatters = scatters
         return no_view(y if bias is None else y.add_(bias))
 
     @staticmethod
@@ -344,9 +376,10 @@ class _QuantizedLinear(torch.autograd.Function):
             needs_weight=needs_weight,
             sums=ctx.sums,
             noise=ctx.noise,
+            scatters=ctx.scatters,
         )
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _save(ctx: Any, weight: Tensor, transposed: Operand | None) -> None:

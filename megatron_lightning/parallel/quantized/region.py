@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.collectives import all_gather, all_reduce_, reduce_scatter
+from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.quantized.borders import gradients, product
 from megatron_lightning.precision.operands import Operand
 
@@ -81,10 +81,10 @@ def quantized_linear(
     """
     products = products_of(weight)
     axis, dim = _input_border(products, gathers, reduces)
-    y, transposed = product(products, x, weight, axis, dim, part=part, keeps=keeps, parts=parts)
-    if scatters > 1:
-        y = reduce_scatter(y, products.tensor_axis, 0)
-    elif reduces == "output":
+    y, transposed = product(
+        products, x, weight, axis, dim, part=part, keeps=keeps, parts=parts, scatters=scatters
+    )
+    if reduces == "output":
         y = all_reduce_(y.contiguous(), products.tensor_axis)
     if transposed is None:
         return y, x.new_empty(0), x.new_empty(0)
@@ -145,7 +145,7 @@ def quantized_gradients(
     axis, dim = _input_border(products, gathers, reduces)
     grad_x, grad_weight = gradients(
         products,
-        grad if scatters == 1 else all_gather(grad, products.tensor_axis, 0),
+        grad,
         weight,
         Operand(values, scale),
         axis,
@@ -155,6 +155,7 @@ def quantized_gradients(
         needs_weight=needs_weight,
         sums=sums,
         parts=parts,
+        scatters=scatters,
     )
     return (
         grad.new_empty(0) if grad_x is None else grad_x,
@@ -186,10 +187,11 @@ def _(
 
 
 class RegionLinear(torch.autograd.Function):
-    """`(x, weight, bias, sums, keeps, layout, takes_parts, borders)` -> the layer's output.
+    """`(x, weight, bias, sums, keeps, layout, finds, borders)` -> the layer's output.
 
     Largest values of rows are found by the region, which does it where it writes the rows; of what
-    is gathered first, by the operation.
+    is gathered first, by the operation. `finds`: whether those of the input, and of the output's
+    gradient, are found by the region at all.
     """
 
     @staticmethod
@@ -201,15 +203,15 @@ class RegionLinear(torch.autograd.Function):
         sums: bool,
         keeps: bool,
         layout: str,
-        takes_parts: bool,
+        finds: tuple[bool, bool],
         borders: Borders,
     ) -> Tensor:
         """See `quantized_linear`."""
         gathers, part, scatters, _ = borders
-        parts = largest_of_rows(x) if takes_parts and (gathers == 1 or part) else None
+        parts = largest_of_rows(x) if finds[0] and (gathers == 1 or part) else None
         y, values, scale = quantized_linear(x, weight, keeps, layout, parts, *borders)
         ctx.save_for_backward(weight, values, scale)
-        ctx.sums, ctx.takes_parts, ctx.borders = sums, takes_parts and scatters == 1, borders
+        ctx.sums, ctx.finds, ctx.borders = sums, finds[1] and scatters == 1, borders
         return y if bias is None else y + bias
 
     @staticmethod
@@ -226,7 +228,7 @@ class RegionLinear(torch.autograd.Function):
             needs_x=needs_x,
             needs_weight=needs_weight,
             sums=ctx.sums,
-            parts=largest_of_rows(grad) if ctx.takes_parts else None,
+            parts=largest_of_rows(grad) if ctx.finds else None,
             borders=ctx.borders,
         )
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
