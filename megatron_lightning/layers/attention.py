@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config.model import GPTConfig
+from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.rotary import RotaryTables
 from megatron_lightning.parallel.context.attend import attend
 from megatron_lightning.parallel.context.dense import pad_heads
@@ -75,6 +76,9 @@ class SelfAttention(nn.Module):
             initial=Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
             device=device,
         )
+        if isinstance(self.linear_qkv, Linear) and isinstance(self.linear_proj, Linear):
+            self.linear_qkv.foreign = False, True  # it is joined of three
+            self.linear_proj.foreign = True, False
 
     def forward(
         self,

@@ -43,6 +43,9 @@ class Linear(nn.Module):
     """True when the weight's gradient goes to its main gradient (`parallel/main_gradient.py`)."""
     quantized: QuantizedProducts | None = None
     """Set where the layer's products run in low precision."""
+    foreign: tuple[bool, bool] = (False, False)
+    """Whether kernels that compiled code can't be fused with write the input, and the gradient of
+    the output, so that their largest values are not found on the way."""
     adapters: nn.Module | None
     """Low-rank adapters beside the layer, see `layers/lora.py`: (input, output) -> output."""
 
@@ -87,7 +90,9 @@ class Linear(nn.Module):
         fused = after if self.sums_output else None
         after = None if self.sums_output else after
         if self.quantized is not None:
-            y = self.quantized(x, weight, inner_bias, self.before, sums=sums, after=fused)
+            y = self.quantized(
+                x, weight, inner_bias, self.before, sums=sums, after=fused, foreign=self.foreign
+            )
         else:
             y = bordered_linear(
                 x, weight, inner_bias, self.before, self._sink, sums=sums, after=fused

@@ -206,7 +206,7 @@ class _GatedMLP(torch.autograd.Function):
             needs_x=needs_inner,
             needs_weight=needs_second,
             sums=sums_second,
-            parts=largest_of_rows(grad),
+            parts=None if choices.SEARCHES_FOREIGN else largest_of_rows(grad),  # of a later layer
         )
         if needs_inner:
             assert grad_product is not None

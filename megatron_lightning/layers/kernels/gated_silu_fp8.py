@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lightning.precision.formats import FP8_DTYPES, FP8_MAX
 from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.kernels.choices import Spans, Tiles
-from megatron_lightning.precision.kernels.fp8 import _size
+from megatron_lightning.precision.kernels.fp8 import _larger, _size
 from megatron_lightning.precision.kernels.fp8_tiles import (
     ASSEMBLED,
     _load,
@@ -39,12 +39,6 @@ def _gradients(dy, gate, up):
 
 
 @triton.jit
-def _larger(most, x):
-    """The larger size, NaN where one is."""
-    return tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _largest_gradient(grad, inner, parts, rows, width, block: tl.constexpr):
     blocks = tl.cdiv(width, block)
     most = tl.zeros((block,), tl.float32)
@@ -58,8 +52,8 @@ def _largest_gradient(grad, inner, parts, rows, width, block: tl.constexpr):
         of_gate, of_up = _gradients(dy, gate, up)
         most = _larger(_larger(most, of_gate), of_up)
     # Rounding keeps the order, so that it is enough to round the largest.
-    found = _size(most.to(inner.dtype.element_ty))
-    tl.store(parts + tl.program_id(0), tl.max(found, axis=0))
+    found = tl.reduce(most, 0, _larger).to(inner.dtype.element_ty)
+    tl.store(parts + tl.program_id(0), _size(found))
 
 
 @triton.jit

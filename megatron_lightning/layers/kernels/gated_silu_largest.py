@@ -10,15 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lightning.precision.kernels.fp8 import _size
+from megatron_lightning.precision.kernels.fp8 import _larger, _size
 
 _BLOCK = 1024
 _WARPS = 4
-
-
-@triton.jit
-def _larger(one, other):
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -59,7 +54,7 @@ def _backward(grad, inner, grad_inner, parts, width, block: tl.constexpr, places
     of_up = dy * gate * sigmoid
     tl.store(grad_inner + row * 2 * width + column, of_gate.to(element), mask=inside)
     tl.store(grad_inner + (row * 2 + 1) * width + column, of_up.to(element), mask=inside)
-    _note(_larger(tl.abs(of_gate), tl.abs(of_up)), parts, element, places)
+    _note(_larger(tl.abs(of_gate), of_up), parts, element, places)
 
 
 def forward(inner: Tensor, places: int) -> tuple[Tensor, Tensor]:

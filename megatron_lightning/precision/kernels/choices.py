@@ -27,18 +27,23 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Of kernels that pass over rows and find their largest value."""
+    """Of kernels that find the largest value of what they pass over."""
 
     block: int
-    """Columns that a program works on at a time."""
+    """Numbers that a program works on at a time."""
     warps: int
     """Of 32 threads each."""
     programs: int
-    """They share out the rows; each finds one largest value."""
+    """They share out all numbers; each finds one largest value."""
 
 
 CAST = Tiles(height=64, width=128, warps=4, words=False)
 """Of matrices in memory."""
+LARGEST = Spans(block=8192, warps=8, programs=1024)
+"""Of a search for the largest value of a matrix in memory."""
+SEARCHES_FOREIGN = False
+"""Whether what compiled code doesn't write is searched so for its largest value; else compiled code
+finds that of each row, in a pass of its own too."""
 GATE_CASTS = False
 """Whether a gated MLP casts the gradient of what enters its unit right where it computes it, and
 computes it twice: once for the largest value, without writing it."""

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lightning.precision.kernels import choices
+from megatron_lightning.precision.kernels.choices import Spans
+
 _WARPS = 8
-_SPAN = 8192
 _PARTS = 1024
-"""Programs that share out a search for the largest value."""
+"""Largest values that are joined at a time."""
 
 
 @triton.jit
@@ -19,6 +21,12 @@ def _size(x):
     """|x| in float32, infinite for NaN."""
     x = tl.abs(x.to(tl.float32))
     return tl.where(x == x, x, float("inf"))  # noqa: PLR0124
+
+
+@triton.jit
+def _larger(most, x):
+    """The larger size, NaN where one is."""
+    return tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -30,8 +38,8 @@ def _largest(x, parts, count, span: tl.constexpr):
     found = tl.zeros((span,), tl.float32)
     for start in range(begin, count, step):
         index = start + lane
-        found = tl.maximum(found, _size(tl.load(x + index, mask=index < count, other=0.0)))
-    tl.store(parts + tl.program_id(0), tl.max(found, axis=0))
+        found = _larger(found, tl.load(x + index, mask=index < count, other=0.0).to(tl.float32))
+    tl.store(parts + tl.program_id(0), _size(tl.reduce(found, 0, _larger)))
 
 
 @triton.jit
@@ -102,13 +110,16 @@ def _cast_rows(x, out, scales, columns, padded_columns, limit, span: tl.constexp
     tl.store(out + row * padded_columns + lane, rounded, mask=lane < padded_columns)
 
 
-def largest(x: Tensor, limit: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def largest(
+    x: Tensor, limit: float = 1.0, spans: Spans | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Largest absolute value of a contiguous tensor, 0-dim float32, infinite where one is NaN; its
     scale and 1 / scale. Each is at a multiple of 16 bytes, as products take them.
     """
-    programs = max(1, min(triton.cdiv(x.numel(), _SPAN), _PARTS))
+    spans = choices.LARGEST if spans is None else spans
+    programs = max(1, min(triton.cdiv(x.numel(), spans.block), spans.programs))
     parts = x.new_empty(programs, dtype=torch.float32)
-    _largest[(programs,)](x, parts, x.numel(), span=_SPAN, num_warps=_WARPS)
+    _largest[(programs,)](x, parts, x.numel(), span=spans.block, num_warps=spans.warps)
     return join(parts, limit)
 
 

@@ -1,0 +1,411 @@
+"""Which casts to FP8, and which searches for largest values, are fastest on this GPU?
+
+    python benchmarks/fp8_casts.py --out results.json
+
+The matrices are those of shapes (a) and (b) of `shapes.py`: inputs and gradients of all linear
+layers. Each kernel is timed alone, with nothing of its matrix in the cache, as the median of some
+calls; `share` is the time of a copy of the same bytes in this process over its own. Results of
+every setting must be, bit for bit, those of the present one; else it is told as WRONG, and left
+out. What is best over a step is printed as the lines of
+`megatron_lightning/precision/kernels/choices.py`.
+
+`--seconds` ends it early; the settings left out are told. `--tiny` is a dry run, on a CPU too with
+`TRITON_INTERPRET=1`, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.layers.kernels import gated_silu_fp8, gated_silu_largest
+from megatron_lightning.precision.formats import FP8_DTYPES, FP8_MAX
+from megatron_lightning.precision.kernels import choices, fp8, fp8_tiles
+from megatron_lightning.precision.kernels.choices import Spans, Tiles
+
+FORMAT = "e5m2"
+PASSES = {"a": 32, "b": 16}
+"""Layers times micro-batches of a step."""
+MATRICES = {
+    "a": {
+        "o and fc2 gradient, qkv, o and fc1 input": (16384, 2048, 5),
+        "qkv gradient": (16384, 3072, 1),
+        "fc1 gradient": (16384, 16384, 1),
+        "fc2 input": (16384, 8192, 1),
+    },
+    "b": {
+        "o and fc2 gradient, qkv, o and fc1 input": (8192, 4096, 5),
+        "qkv gradient": (8192, 6144, 1),
+        "fc1 gradient": (8192, 28672, 1),
+        "fc2 input": (8192, 14336, 1),
+    },
+}
+"""Rows and columns of what is cast, and how often in a layer's forward and backward pass."""
+FOREIGN = {"a": {(16384, 2048): 2, (16384, 3072): 1}, "b": {(8192, 4096): 2, (8192, 6144): 1}}
+"""Of these, what compiled code doesn't write: attention's output, gradients of qkv and fc2."""
+GATES = {"a": (16384, 8192), "b": (8192, 14336)}
+"""Rows and width of the gradient of SwiGLU's product."""
+TINY = {"tiny": {"a matrix": (64, 128, 1), "another": (48, 256, 1)}}
+
+CASTS = [
+    choices.CAST,
+    *(
+        Tiles(height=height, width=width, warps=warps, words=True)
+        for height, width, warps in (
+            (64, 128, 4),
+            (128, 64, 4),
+            (64, 128, 8),
+            (128, 128, 8),
+            (64, 64, 4),
+            (128, 64, 8),
+            (32, 128, 4),
+        )
+    ),
+    replace(choices.CAST, words=True, by_columns=False, backwards=False),
+    replace(choices.CAST, height=128, width=128, warps=8),
+    replace(choices.CAST, height=64, width=64),
+]
+GATE_CASTS = [
+    choices.GATE_CAST,
+    *(
+        Tiles(height=height, width=width, warps=warps, words=words)
+        for height, width, warps, words in (
+            (64, 64, 4, True),
+            (64, 64, 8, True),
+            (64, 128, 8, True),
+            (128, 64, 8, True),
+            (64, 64, 8, False),
+            (64, 128, 8, False),
+        )
+    ),
+]
+GATE_SPANS = [
+    choices.GATE_LARGEST,
+    Spans(block=1024, warps=4, programs=8448),
+    Spans(block=2048, warps=4, programs=1056),
+    Spans(block=2048, warps=8, programs=1056),
+]
+SPANS = [
+    choices.LARGEST,
+    Spans(block=4096, warps=8, programs=1056),
+    Spans(block=4096, warps=8, programs=528),
+    Spans(block=2048, warps=4, programs=2112),
+    Spans(block=8192, warps=16, programs=264),
+]
+
+
+@dataclass
+class Clock:
+    """Times calls on the device, with a cold cache."""
+
+    device: torch.device
+    repeats: int
+    ends: float
+    """When to stop, by `time.monotonic`."""
+
+    def __post_init__(self) -> None:
+        self._cuda = self.device.type == "cuda"
+        self._swept = torch.empty(2**28 if self._cuda else 1, dtype=torch.uint8, device=self.device)
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time for another setting."""
+        return time.monotonic() > self.ends
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Milliseconds, the median."""
+        call()
+        if not self._cuda:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e3
+        torch.cuda.synchronize()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * self.repeats)]
+        torch.cuda._sleep(3_000_000)  # the host is ahead
+        for begin, end in zip(marks[::2], marks[1::2], strict=True):
+            self._swept.zero_()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def random(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Numbers of some magnitudes."""
+    x = torch.randn(rows, columns, device=device)
+    return (x * torch.randn(rows, 1, device=device).exp2_()).bfloat16()
+
+
+def same(got: Any, want: Any) -> bool:
+    """Whether FP8 matrices, or largest values, are the same to the bit."""
+    pairs = zip(got, want, strict=True)
+    return all(torch.equal(*(each.flatten().view(torch.uint8) for each in pair)) for pair in pairs)
+
+
+def name_of(setting: Any) -> str:
+    """A setting in few letters."""
+    if isinstance(setting, Spans):
+        return f"{setting.block} x {setting.programs}, {setting.warps} warps"
+    if not isinstance(setting, Tiles):
+        return str(setting)
+    told = f"{setting.height} x {setting.width}, {setting.warps} warps"
+    told += ", words" if setting.words else ""
+    if (setting.by_columns, setting.backwards) != (True, True):
+        told += f", by columns {setting.by_columns}, backwards {setting.backwards}"
+    return told
+
+
+def compared(
+    clock: Clock,
+    title: str,
+    settings: list[Any],
+    call_of: Callable[[Any], Callable[[], Any]],
+    copy: float,
+    result: Callable[[Any], Any] = lambda made: made,
+) -> dict[str, float]:
+    """Milliseconds by setting, the present one first, whose results the others must give."""
+    print(f"  {title}: a copy of the same bytes takes {copy:.4f} ms", flush=True)
+    times: dict[str, float] = {}
+    want = result(call_of(settings[0])())
+    for setting in settings:
+        name = name_of(setting)
+        if clock.over and times:
+            print(f"    {name:<36} left out")
+            continue
+        call = call_of(setting)
+        if not same(result(call()), want):
+            print(f"    {name:<36} WRONG")
+            continue
+        times[name] = took = clock.time(call)
+        print(f"    {name:<36} {took:8.4f} ms  share {copy / took:.2f}", flush=True)
+    return times
+
+
+def copy_of(clock: Clock, count: float) -> float:
+    """Milliseconds of a copy that moves as many bytes, reads and writes together."""
+    source = torch.empty(max(1, int(count / 2)), dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    return clock.time(partial(target.copy_, source))
+
+
+def cast_of(x: Tensor, scale: Tensor, tiles: Tiles) -> Callable[[], Any]:
+    """A cast of a matrix and its transpose."""
+    return partial(
+        fp8_tiles.cast_both,
+        x,
+        scale,
+        FP8_DTYPES[FORMAT],
+        FP8_MAX[FORMAT],
+        itself=True,
+        transposed=True,
+        padded_rows=len(x),
+        bounded=True,
+        tiles=tiles,
+    )
+
+
+def casts(clock: Clock, matrices: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
+    """Times by matrix and setting."""
+    rows: dict[str, Any] = {}
+    for name, (height, width, count) in matrices.items():
+        x = random(height, width, clock.device)
+        _, scale, _ = fp8.largest(x, FP8_MAX[FORMAT])
+        copy = copy_of(clock, 4 * x.numel())
+        title = f"cast of {height} x {width} ({name})"
+        times = compared(clock, title, CASTS, partial(cast_of, x, scale), copy)
+        rows[f"{height} x {width}"] = {"copy": copy, "times": times, "count": count}
+    return rows
+
+
+def searches(clock: Clock, matrices: Mapping[tuple[int, int], int]) -> dict[str, Any]:
+    """The search for a largest value, and what compiled code does in its place."""
+    from megatron_lightning.parallel.quantized.region import largest_of_rows
+
+    compiled: Any = torch.compile(largest_of_rows, dynamic=False)
+    limit, rows = FP8_MAX[FORMAT], {}
+    for (height, width), count in matrices.items():
+        x = random(height, width, clock.device)
+
+        def call_of(setting: Any, x: Tensor = x) -> Callable[[], Any]:
+            if isinstance(setting, Spans):
+                return lambda: fp8.largest(x, limit, setting)
+            return lambda: fp8.join(compiled(x), limit)
+
+        settings: list[Any] = list(SPANS)
+        if clock.device.type == "cuda":
+            settings.insert(1, "compiled code, of each row")
+        title = f"largest of {height} x {width}, its scale"
+        copy = copy_of(clock, 2 * x.numel())
+        times = compared(clock, title, settings, call_of, copy)
+        rows[f"{height} x {width}"] = {"copy": copy, "times": times, "count": count}
+    return rows
+
+
+def gates(clock: Clock, rows: int, width: int, of_written: Tiles) -> dict[str, Any]:
+    """The gradient of SwiGLU's input: written and cast, or cast as it is computed."""
+    grad = random(rows, width, clock.device)
+    inner = random(rows, 2 * width, clock.device).view(rows, 2, width)
+    limit, places = FP8_MAX[FORMAT], 1024
+    count = grad.numel()
+
+    def written() -> Any:
+        made, parts = gated_silu_largest.backward(grad, inner, places)
+        _, scale, _ = fp8.join(parts, limit)
+        return cast_of(made.view(rows, -1), scale, of_written)()
+
+    def largest_of(spans: Spans) -> Callable[[], Tensor]:
+        return partial(gated_silu_fp8.largest_gradient, grad, inner, spans)
+
+    def cast_of_gate(scale: Tensor, tiles: Tiles) -> Callable[[], Any]:
+        return partial(
+            gated_silu_fp8.cast_gradient,
+            grad,
+            inner,
+            scale,
+            FP8_DTYPES[FORMAT],
+            limit,
+            itself=True,
+            transposed=True,
+            padded_rows=rows,
+            bounded=True,
+            tiles=tiles,
+        )
+
+    title = f"SwiGLU backward of {rows} x {width}"
+    parts = compared(
+        clock,
+        f"{title}, its largest value",
+        GATE_SPANS,
+        largest_of,
+        copy_of(clock, 6 * count),
+        lambda made: (made.max().view(1),),
+    )
+    _, scale, _ = fp8.join(gated_silu_largest.backward(grad, inner, places)[1], limit)
+    want, copy = written(), copy_of(clock, 10 * count)
+    if not same(cast_of_gate(scale, choices.GATE_CAST)(), want):
+        print("    WRONG: casts of what is computed are not those of what was written")
+        return {"wrong": True}
+    cast = compared(clock, f"{title}, its cast", GATE_CASTS, partial(cast_of_gate, scale), copy)
+    best = {
+        "spans": next(
+            each for each in GATE_SPANS if name_of(each) == min(parts, key=parts.__getitem__)
+        ),
+        "tiles": next(
+            each for each in GATE_CASTS if name_of(each) == min(cast, key=cast.__getitem__)
+        ),
+    }
+
+    def computed_twice() -> Any:
+        _, scale, _ = fp8.join(largest_of(best["spans"])(), limit)
+        return cast_of_gate(scale, best["tiles"])()
+
+    whole = {"written": clock.time(written), "cast as it is computed": clock.time(computed_twice)}
+    for name, took in whole.items():
+        print(f"  {title}, {name}: {took:.4f} ms", flush=True)
+    return {"largest": parts, "cast": cast, "whole": whole, "copy": copy}
+
+
+def best_over(rows: Mapping[str, Any], settings: list[Any], passes: int) -> tuple[Any, float]:
+    """The setting that is best over a step, and the milliseconds that it saves."""
+    sums = {}
+    for setting in settings:
+        name = name_of(setting)
+        if all(name in row["times"] for row in rows.values()):
+            sums[name] = sum(row["times"][name] * row["count"] for row in rows.values()) * passes
+    name = min(sums, key=sums.__getitem__)
+    best = next(each for each in settings if name_of(each) == name)
+    return best, sums[name_of(settings[0])] - sums[name]
+
+
+def advice(shape: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of `choices.py` that are best for a shape, and what they save of a step."""
+    passes = PASSES.get(shape, 1)
+    best, saved = best_over(found["casts"], CASTS, passes)
+    yield f"CAST = {best}  # {saved:+.2f} ms a step less"
+    best, saved = best_over(found["searches"], SPANS, passes)
+    yield f"LARGEST = {best}  # {saved:+.2f} ms a step less, were all searched so"
+    name = name_of(best)
+    rows = [
+        row for row in found["searches"].values() if "compiled code, of each row" in row["times"]
+    ]
+    saved = sum(
+        (row["times"]["compiled code, of each row"] - row["times"][name]) * row["count"]
+        for row in rows
+        if name in row["times"]
+    )
+    yield f"SEARCHES_FOREIGN = {saved > 0}  # {saved * passes:+.2f} ms a step less"
+    gate = found["gates"]
+    if "whole" not in gate:
+        return
+    of_parts, of_casts = gate["largest"], gate["cast"]
+    saved = (gate["whole"]["written"] - gate["whole"]["cast as it is computed"]) * passes
+    yield f"GATE_CASTS = {saved > 0}  # {saved:+.2f} ms a step less"
+    tiles = next(
+        each for each in GATE_CASTS if name_of(each) == min(of_casts, key=of_casts.__getitem__)
+    )
+    spans = next(
+        each for each in GATE_SPANS if name_of(each) == min(of_parts, key=of_parts.__getitem__)
+    )
+    yield f"GATE_CAST = {tiles}"
+    yield f"GATE_LARGEST = {spans}"
+
+
+def plain(value: Any) -> Any:
+    """Rounded for a file."""
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def main() -> None:
+    """A table for each shape, and what is best."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--shapes", nargs="*", default=["a", "b"], choices=["a", "b"])
+    parser.add_argument("--seconds", type=float, default=55.0, help="no new setting after that")
+    parser.add_argument("--repeats", type=int, default=15, help="calls of which the median counts")
+    parser.add_argument("--tiny", action="store_true", help="a dry run")
+    parser.add_argument("--out", type=Path, help="where to write times as JSON")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    clock = Clock(device, args.repeats, time.monotonic() + args.seconds)
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "present": {
+            name: asdict(getattr(choices, name))
+            for name in ("CAST", "LARGEST", "GATE_CAST", "GATE_LARGEST")
+        },
+        "shapes": {},
+    }
+    for shape in ["tiny"] if args.tiny else args.shapes:
+        print(f"shape {shape}")
+        tiny = shape == "tiny"
+        found: dict[str, Any] = {"casts": casts(clock, (TINY if tiny else MATRICES)[shape])}
+        best, _ = best_over(found["casts"], CASTS, 1)
+        found["gates"] = gates(clock, *((48, 128) if tiny else GATES[shape]), best)
+        found["searches"] = searches(clock, {(64, 128): 1} if tiny else FOREIGN[shape])
+        found["advice"] = list(advice(shape, found))
+        print(f"best for {shape}, as lines of choices.py:")
+        for line in found["advice"]:
+            print(f"  {line}")
+        result["shapes"][shape] = plain(found)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
