@@ -1,9 +1,8 @@
 """Between Lightning's checkpoint dictionary and the checkpoint folder of this package.
 
-Tensors go under global names, each rank's part as a box: `model.NAME`, `master.NAME` (float32
-masters) and `optimizer.I.KEY.NAME`. Everything else that Lightning collects (loops, callbacks,
-schedulers, data position, hyper-parameters) goes as tagged JSON, from rank 0. No pickle is read or
-written.
+Tensors go under global names, each rank's part as a box (`checkpoint_tensors.py`). Everything else
+that Lightning collects (loops, callbacks, schedulers, data position, hyper-parameters) goes as
+tagged JSON, from rank 0. No pickle is read or written.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 import megatron_lightning.checkpoint as store
@@ -21,39 +19,28 @@ from megatron_lightning.checkpoint.config_codec import CODEC
 from megatron_lightning.checkpoint.manifest import MANIFEST_FILE
 from megatron_lightning.checkpoint.parts import is_part
 from megatron_lightning.checkpoint.ranks import ALONE
-from megatron_lightning.config.plan import ParameterInfo, canonical_name
-from megatron_lightning.runtime.boxes import box_of
 from megatron_lightning.strategies import random_states
-from megatron_lightning.strategies.whole_module import ALIASES, aliases
+from megatron_lightning.strategies.checkpoint_tensors import (
+    GROUPS,
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    QUANTIZATION,
+    boxed,
+    histories,
+    model_tensors,
+    optimizer_tensors,
+    shared_tensors,
+    split,
+)
 from megatron_lightning.utils.logging import get_logger, warn_once
 
 if TYPE_CHECKING:
     from megatron_lightning.runtime.update import ParameterUpdate
     from megatron_lightning.strategies.checkpoint_strategy import CheckpointStrategy
 
-MODEL, MASTER, OPTIMIZER = "model.", "master.", "optimizer."
-QUANTIZATION = "quantization."
-"""Largest values of past steps, by layer (delayed scaling)."""
-GROUPS = "optimizer_param_groups"
 KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 """Options of a parameter group that belong to the device at hand, not to the training."""
-
-
-def model_tensors(strategy: CheckpointStrategy) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank holds, by canonical name."""
-    module = strategy.lightning_module
-    assert module is not None
-    if strategy.update is not None:
-        strategy.update.wait()
-    tensors: dict[str, Tensor] = dict(strategy.parallel_model.parameters)
-    parameter_names = {
-        canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)
-    }
-    for name, value in module.state_dict().items():
-        canonical = canonical_name(name)
-        if isinstance(value, Tensor) and canonical not in parameter_names:
-            tensors[canonical] = value
-    return tensors
 
 
 def save(
@@ -73,80 +60,6 @@ def save(
     whole = GROUPS in objects
     own = random_states.collect(strategy.mesh.rank, strategy.root_device) if whole else {}
     strategy.saves.save(filepath, tensors, objects, metadata, weights, own)
-
-
-def split(
-    strategy: CheckpointStrategy, checkpoint: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights by canonical name, and what is saved as objects."""
-    objects = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-    # what a hook (on_save_checkpoint) left of the state dict counts, as everywhere in Lightning
-    kept = checkpoint["state_dict"] if "state_dict" in checkpoint else model_tensors(strategy)
-    weights = {canonical_name(n): v for n, v in kept.items() if isinstance(v, Tensor)}
-    update = strategy.update if "optimizer_states" in checkpoint else None
-    if update is not None:
-        objects[GROUPS] = [_hyper_parameters(one) for one in update.optimizers]
-    if further_names := aliases(strategy):
-        objects[ALIASES] = further_names
-    return weights, objects
-
-
-def shared_tensors(
-    strategy: CheckpointStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
-) -> dict[str, Tensor]:
-    """What this rank adds to a checkpoint of all ranks: `tensors_to_save`, buffers from the first
-    data-parallel replica alone. Those of others differ (statistics of batch norm), and the next
-    forward pass replaces them by the first one's.
-    """
-    if strategy.mesh.dp_cp.rank != 0:
-        parameters = strategy.parallel_model.parameters
-        weights = {name: value for name, value in weights.items() if name in parameters}
-    return tensors_to_save(strategy, weights, with_optimizer=with_optimizer)
-
-
-def tensors_to_save(
-    strategy: CheckpointStrategy, weights: Mapping[str, Tensor], *, with_optimizer: bool
-) -> dict[str, Tensor]:
-    """This rank's parts of what a checkpoint holds, by global name."""
-    table = strategy.parallel_model.table
-    dtypes = strategy.parallel_model.compute_dtypes
-    tensors = {
-        MODEL + name: _boxed(value.to(dtypes.get(name, value.dtype)), table.get(name))
-        for name, value in weights.items()
-    }
-    if with_optimizer:
-        assert strategy.update is not None
-        update = strategy.update
-        update.take_writes(strategy.saves.before_update)
-        left_out = strategy.parallel_model.parameters.keys() - weights.keys()
-        tensors |= _optimizer_tensors(update, materialise=False, without_masters=left_out)
-        tensors |= _histories(strategy)
-    return tensors
-
-
-def _histories(strategy: CheckpointStrategy) -> dict[str, Tensor]:
-    quantization = strategy.parallel_model.quantization
-    if quantization is None or quantization.delayed is None:
-        return {}
-    found = quantization.delayed.tensors()
-    return {f"{QUANTIZATION}{strategy.network_prefix}{n}": value for n, value in found.items()}
-
-
-def _load_histories(strategy: CheckpointStrategy, folder: Path) -> None:
-    """Largest values of past steps, where the checkpoint has them in this length."""
-    quantization = strategy.parallel_model.quantization
-    if quantization is None or quantization.delayed is None:
-        return
-    group = _readers_of(folder, strategy)
-    tensors = _histories(strategy)
-    report = store.load(folder, tensors, strict="none", scope=QUANTIZATION, process_group=group)
-    lacking = (*report.missing, *report.mismatched)
-    if lacking:
-        warn_once(
-            f"{folder}: no history of largest values (of amax_history_length) for"
-            f" {len(lacking)} layers, first {lacking[0]!r}; delayed scaling begins afresh there"
-        )
-    quantization.delayed.loaded()
 
 
 def load(strategy: CheckpointStrategy, path: Any) -> dict[str, Any]:
@@ -215,30 +128,6 @@ def _remove(strategy: CheckpointStrategy, path: Path) -> None:
         strategy.checkpoint_io.remove_checkpoint(path)
 
 
-def _boxed(value: Tensor, info: ParameterInfo | None) -> Tensor:
-    """`value` as a box of the global tensor; a tensor without a table row is a replica of the
-    whole.
-    """
-    return value if info is None else box_of(value, info)
-
-
-def _optimizer_tensors(
-    update: ParameterUpdate, *, materialise: bool, without_masters: Collection[str] = ()
-) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    if update.has_masters:
-        tensors |= {
-            MASTER + name: update.box(name, value)
-            for name, value in update.updated().items()
-            if value.requires_grad and name not in without_masters  # frozen ones are the weights
-        }
-    for index, optimizer in enumerate(update.optimizers):
-        for name, state in update.state_tensors(optimizer, materialise=materialise).items():
-            for key, value in state.items():
-                tensors[f"{OPTIMIZER}{index}.{key}.{name}"] = update.box(name, value)
-    return tensors
-
-
 def _elsewhere(strategy: CheckpointStrategy, objects: Mapping[str, Any]) -> frozenset[str]:
     """Parameters that a checkpoint leaves to what the module was made of (adapters alone)."""
     module: Any = strategy.lightning_module
@@ -252,7 +141,7 @@ def _load_model(
     table = strategy.parallel_model.table
     group = _readers_of(folder, strategy)
     tensors = {
-        MODEL + name: _boxed(value, table.get(name))
+        MODEL + name: boxed(value, table.get(name))
         for name, value in model_tensors(strategy).items()
         if name not in elsewhere
     }
@@ -272,7 +161,7 @@ def _load_model(
         # float32 weights of a bfloat16 run: take the masters, which hold more than the rounded
         # weights
         exact = {
-            MASTER + name: _boxed(value, table[name])
+            MASTER + name: boxed(value, table[name])
             for name, value in strategy.parallel_model.parameters.items()
             if value.dtype == torch.float32
         }
@@ -282,7 +171,7 @@ def _load_model(
 def _load_optimizer(strategy: CheckpointStrategy, folder: Path) -> None:
     update = strategy.update
     assert update is not None
-    tensors = _optimizer_tensors(update, materialise=True)
+    tensors = optimizer_tensors(update, materialise=True)
     report = store.load(
         folder,
         tensors,
@@ -324,11 +213,21 @@ def _masters_from_weights(
         store.load(folder, tensors, strict="none", scope=MODEL, process_group=group)
 
 
-def _hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+def _load_histories(strategy: CheckpointStrategy, folder: Path) -> None:
+    """Largest values of past steps, where the checkpoint has them in this length."""
+    quantization = strategy.parallel_model.quantization
+    if quantization is None or quantization.delayed is None:
+        return
+    group = _readers_of(folder, strategy)
+    tensors = histories(strategy)
+    report = store.load(folder, tensors, strict="none", scope=QUANTIZATION, process_group=group)
+    lacking = (*report.missing, *report.mismatched)
+    if lacking:
+        warn_once(
+            f"{folder}: no history of largest values (of amax_history_length) for"
+            f" {len(lacking)} layers, first {lacking[0]!r}; delayed scaling begins afresh there"
+        )
+    quantization.delayed.loaded()
 
 
 def _load_hyper_parameters(

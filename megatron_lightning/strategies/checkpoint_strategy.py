@@ -20,7 +20,7 @@ from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.plan import ParallelPlan
 from megatron_lightning.runtime.model import ParallelModel
 from megatron_lightning.runtime.update import ParameterUpdate
-from megatron_lightning.strategies import checkpoint_io
+from megatron_lightning.strategies import checkpoint_io, checkpoint_tensors
 from megatron_lightning.strategies.local_copies import LocalCopies
 from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 from megatron_lightning.strategies.random_states import Generators
@@ -90,11 +90,11 @@ class CheckpointStrategy(MeshStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Local tensors by canonical name; the checkpoint holds the global ones."""
-        return checkpoint_io.model_tensors(self) if self.is_cut else {}
+        return checkpoint_tensors.model_tensors(self) if self.is_cut else {}
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers that this rank holds, by canonical name."""
-        return checkpoint_io.model_tensors(self)
+        return checkpoint_tensors.model_tensors(self)
 
     @property
     def save_times(self) -> SaveTimes | None:

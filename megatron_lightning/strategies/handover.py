@@ -27,6 +27,7 @@ from torch import Tensor
 import megatron_lightning.checkpoint as store
 from megatron_lightning.config.plan import canonical_name
 from megatron_lightning.strategies import _compat, checkpoint_io
+from megatron_lightning.strategies.checkpoint_tensors import MODEL
 from megatron_lightning.strategies.failure import RankFailure, reason_of
 from megatron_lightning.strategies.run_checks import given_datamodule, given_module
 from megatron_lightning.utils.logging import get_logger, warn_once
@@ -200,12 +201,10 @@ def _attach_weights(module: LightningModule, path: Path) -> None:
     built.
     """
     forget_pending(module)
-    tensors = {
-        f"{checkpoint_io.MODEL}{canonical_name(n)}": t for n, t in module.state_dict().items()
-    }
+    tensors = {f"{MODEL}{canonical_name(n)}": t for n, t in module.state_dict().items()}
     if tensors:
         with torch.no_grad():
-            store.load(path, tensors, strict="none", scope=checkpoint_io.MODEL)
+            store.load(path, tensors, strict="none", scope=MODEL)
         shutil.rmtree(path.parent, ignore_errors=True)
         return
     vars(module)[_PENDING] = path

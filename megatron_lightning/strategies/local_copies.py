@@ -36,7 +36,7 @@ from megatron_lightning.checkpoint.parts import PART, PartPlan
 from megatron_lightning.checkpoint.saving import Objects, encode_objects
 from megatron_lightning.checkpoint.staging import Staged, Stager
 from megatron_lightning.config.validate import ConfigurationError
-from megatron_lightning.strategies import _compat, checkpoint_io, random_states
+from megatron_lightning.strategies import _compat, checkpoint_tensors, random_states
 from megatron_lightning.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class LocalCopies:
         began, strategy = time.monotonic(), self._strategy
         if self._first:
             clean(self._folder, self._rank, self._taken_up)
-        weights, objects = checkpoint_io.split(strategy, _compat.dump_checkpoint(trainer))
-        tensors = checkpoint_io.tensors_to_save(strategy, weights, with_optimizer=True)
+        weights, objects = checkpoint_tensors.split(strategy, _compat.dump_checkpoint(trainer))
+        tensors = checkpoint_tensors.tensors_to_save(strategy, weights, with_optimizer=True)
         metadata = {"global_step": step, PART: self._rank, "local_layout": self._layout}
         encoded = encode_objects(objects, metadata, CODEC)
         own = random_states.collect(self._rank, strategy.root_device)
@@ -146,7 +146,9 @@ class LocalCopies:
         self._unchecked = False
         strategy = self._strategy
         num_bytes = PartPlan(
-            checkpoint_io.tensors_to_save(strategy, strategy.model_tensors(), with_optimizer=True)
+            checkpoint_tensors.tensors_to_save(
+                strategy, strategy.model_tensors(), with_optimizer=True
+            )
         ).num_bytes
         copies = (self._config.keep + 1) * (2 if self._group is not None else 1)
         needed = num_bytes * copies * self._strategy.num_processes

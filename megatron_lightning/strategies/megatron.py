@@ -34,7 +34,7 @@ from megatron_lightning.config.recompute import RecomputeConfig
 from megatron_lightning.runtime.metrics import log_published
 from megatron_lightning.runtime.step import StepResult
 from megatron_lightning.runtime.window import check_zeroed, warn_no_tokens
-from megatron_lightning.strategies import _compat, checkpoint_io, whole_module
+from megatron_lightning.strategies import _compat, checkpoint_tensors, whole_module
 from megatron_lightning.strategies.model_strategy import ModelStrategy
 from megatron_lightning.strategies.trainer_checks import (
     evaluated_once,
@@ -227,7 +227,7 @@ class MegatronStrategy(NamesArguments, ModelStrategy):
         return run
 
     def _tensors_of_checkpoint(self) -> Mapping[str, Tensor]:
-        return checkpoint_io.shared_tensors(self, self.model_tensors(), with_optimizer=True)
+        return checkpoint_tensors.shared_tensors(self, self.model_tensors(), with_optimizer=True)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

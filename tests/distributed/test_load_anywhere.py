@@ -22,7 +22,7 @@ from megatron_lightning.checkpoint.files import DataFileReader
 from megatron_lightning.config import DataParallelConfig, PipelineConfig
 from megatron_lightning.config.training import OptimizerConfig, SchedulerConfig
 from megatron_lightning.models.gpt import GPTModel
-from megatron_lightning.strategies import checkpoint_io
+from megatron_lightning.strategies import checkpoint_tensors
 from tests import tolerances
 from tests.distributed.test_resume import fit
 from tests.harness import run_ranks_fresh
@@ -106,10 +106,12 @@ class Compare(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
         held = {
-            f"model.{name}": checkpoint_io._boxed(value, strategy.parallel_model.table.get(name))
-            for name, value in checkpoint_io.model_tensors(strategy).items()
+            f"model.{name}": checkpoint_tensors.boxed(
+                value, strategy.parallel_model.table.get(name)
+            )
+            for name, value in checkpoint_tensors.model_tensors(strategy).items()
         }
-        held |= checkpoint_io._optimizer_tensors(strategy.update, materialise=False)
+        held |= checkpoint_tensors.optimizer_tensors(strategy.update, materialise=False)
         whole = read_whole(Path(self.folder), list(held))
         for name, boxed in ((name, BoxedTensor.of(tensor)) for name, tensor in held.items()):
             kind = re.sub(r"\.network\..*", "", name)

@@ -1,7 +1,7 @@
 """A checkpoint between reading and writing: tensors by this package's names, and the rest as JSON.
 
-Names are those of `strategies/checkpoint_io.py`: `model.NAME`, `master.NAME` (float32 copies of
-narrower weights) and `optimizer.I.KEY.NAME`; `objects/...` are large tensors out of the objects.
+Names are those of `strategies/checkpoint_tensors.py`: `model.NAME`, `master.NAME` (float32 copies
+of narrower weights) and `optimizer.I.KEY.NAME`; `objects/...` are large tensors out of the objects.
 """
 
 from __future__ import annotations
