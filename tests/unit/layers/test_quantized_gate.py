@@ -101,6 +101,7 @@ def assert_same(got: list[Tensor | None], want: list[Tensor | None]) -> None:
 def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the gradient of what enters the unit is cast as it is computed."""
     monkeypatch.setattr(choices, "GATE_CASTS", request.param)
+    monkeypatch.setattr(choices, "SEARCHES_FOREIGN", request.param)
     return bool(request.param)
 
 

@@ -14,8 +14,10 @@ from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.random import Normal
+from megatron_lightning.precision import fp8
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
+from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.operands import Recipe
 
 NAMES = ("fc1", "fc2")
@@ -113,6 +115,29 @@ def train(kind: str, compiled: bool) -> list[Tensor]:
 def test_compiled_layers_are_one_graph_and_train_the_same(kind: str) -> None:
     for got, want in zip(train(kind, True), train(kind, False), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("foreign", [(True, False), (False, True)])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_operations_search_what_regions_do_not_write(
+    kind: str, foreign: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "SEARCHES_FOREIGN", True)
+    monkeypatch.setattr(Linear, "foreign", foreign)
+    searched = []
+    search = fp8.largest_and_scales_of
+
+    def counted(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        searched.append(name)
+        return search(x, name)
+
+    want = train(kind, False)
+    monkeypatch.setattr(fp8, "largest_and_scales_of", counted)
+    for got, one in zip(train(kind, True), want, strict=True):
+        assert torch.equal(got, one)
+    training, evaluation, weights = 3 * 2 * 4, 4, 4 * 4
+    if kind == "tensorwise":
+        assert len(searched) == training + weights + (evaluation if foreign[0] else 0)
 
 
 @pytest.mark.parametrize("layers", [2, 3])
