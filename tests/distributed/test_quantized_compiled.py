@@ -1,5 +1,6 @@
 """FP8 products of `_scaled_mm`, which torch has on the CPU too, in compiled layers and outside."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,14 @@ from tests.layout_runs import Run, tiny_config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, dict(tensor_parallel_size=2, sequence_parallel=True)),
+    "tensor_by_parts": (
+        2,
+        dict(
+            tensor_parallel_size=2,
+            sequence_parallel=True,
+            runtime=RuntimeConfig(overlap_tensor_parallel=True),
+        ),
+    ),
     "tensor_whole": (2, dict(tensor_parallel_size=2)),
     "sharded": (2, dict(data_parallel=DataParallelConfig(sharding="optimizer"))),
     "zero_bubble": (
@@ -56,7 +65,9 @@ def test_compiled_layers_train_as_others(layout: str) -> None:
             layout={
                 **options,
                 "quantization": QuantizationConfig(keep_first=0, keep_last=0),
-                "runtime": RuntimeConfig(compile_layers=compiled),
+                "runtime": replace(
+                    options.get("runtime", RuntimeConfig()), compile_layers=compiled
+                ),
             },
             trainer=dict(precision="bf16-mixed"),
             steps=4,

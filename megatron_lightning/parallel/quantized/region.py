@@ -58,8 +58,7 @@ def _input_border(
     return products.tensor_axis if reduces == "gradient" else _WHOLE, None
 
 
-@torch.library.custom_op("megatron_lightning::quantized_linear", mutates_args=())
-def quantized_linear(
+def _run_linear(
     x: Tensor,
     weight: Tensor,
     keeps: bool,
@@ -70,15 +69,6 @@ def quantized_linear(
     scatters: int = 1,
     reduces: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(S, ..., in), (out, in) -> (S, ..., out), and with `keeps` values and scale of the transposed
-    input for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest
-    absolute values of parts of the input, None: they are to be found.
-
-    Over `gathers` ranks the input is gathered along its first dim, with `part` once it is rounded;
-    over `scatters` ranks the output is summed, and the own part of it is the result. `reduces`: of
-    a whole sequence, what is summed over the tensor ranks, "output", "gradient" (of the input) or
-    "" for nothing.
-    """
     products = products_of(weight)
     axis, dim = _input_border(products, gathers, reduces)
     y, transposed = product(
@@ -94,8 +84,7 @@ def quantized_linear(
     return y, values, scale.clone() if products.recipe.lends_scales else scale
 
 
-@quantized_linear.register_fake
-def _(
+def _linear_shapes(
     x: Tensor,
     weight: Tensor,
     keeps: bool,
@@ -121,8 +110,7 @@ def _(
     return y, values, scale
 
 
-@torch.library.custom_op("megatron_lightning::quantized_gradients", mutates_args=())
-def quantized_gradients(
+def _run_gradients(
     grad: Tensor,
     values: Tensor,
     scale: Tensor,
@@ -137,10 +125,6 @@ def quantized_gradients(
     scatters: int = 1,
     reduces: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of (..., out) and what `quantized_linear` kept -> gradients of the input and of the
-    weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the
-    gradient, see `quantized_linear`.
-    """
     products = products_of(weight)
     axis, dim = _input_border(products, gathers, reduces)
     grad_x, grad_weight = gradients(
@@ -163,8 +147,7 @@ def quantized_gradients(
     )
 
 
-@quantized_gradients.register_fake
-def _(
+def _gradient_shapes(
     grad: Tensor,
     values: Tensor,
     scale: Tensor,
@@ -184,6 +167,40 @@ def _(
     grad_x = grad.new_empty(shape)
     made = needs_weight and not sums
     return grad_x, torch.empty_like(weight) if made else grad.new_empty(0)
+
+
+# Defined by hand: `torch.library.custom_op` costs the host some ten microseconds more at each call.
+_library = torch.library.Library("megatron_lightning", "FRAGMENT")
+_BORDERS = 'int gathers=1, bool part=False, int scatters=1, str reduces=""'
+_library.define(
+    "quantized_linear(Tensor x, Tensor weight, bool keeps, str layout, Tensor? parts,"
+    f" {_BORDERS}) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "quantized_gradients(Tensor grad, Tensor values, Tensor scale, Tensor weight, Tensor ticket,"
+    f" bool needs_x, bool needs_weight, bool sums, Tensor? parts, {_BORDERS}) -> (Tensor, Tensor)"
+)
+for _name, _run, _shapes in (
+    ("quantized_linear", _run_linear, _linear_shapes),
+    ("quantized_gradients", _run_gradients, _gradient_shapes),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megatron_lightning::{_name}", _shapes, lib=_library)
+quantized_linear: Any = torch.ops.megatron_lightning.quantized_linear.default
+"""(S, ..., in), (out, in) -> (S, ..., out), and with `keeps` values and scale of the transposed
+input for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest absolute
+values of parts of the input, None: they are to be found.
+
+Over `gathers` ranks the input is gathered along its first dim, with `part` once it is rounded; over
+`scatters` ranks the output is summed, and the own part of it is the result. `reduces`: of a whole
+sequence, what is summed over the tensor ranks, "output", "gradient" (of the input) or "" for
+nothing.
+"""
+quantized_gradients: Any = torch.ops.megatron_lightning.quantized_gradients.default
+"""Gradient of (..., out) and what `quantized_linear` kept -> gradients of the input and of the
+weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the gradient,
+see `quantized_linear`.
+"""
 
 
 class RegionLinear(torch.autograd.Function):
