@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lightning.precision.kernels import choices
-from megatron_lightning.precision.kernels.fp8 import _power, _size
+from megatron_lightning.precision.kernels.fp8 import _larger, _power, _size
 from megatron_lightning.precision.kernels.fp8_tiles import ASSEMBLED, _cast_tile, _place_of
 
 COLUMNS = 5
@@ -49,10 +49,12 @@ def _largest_of_many(
     most = tl.zeros((span,), tl.float32)
     for part in range(spans):
         index = begin + part * span + tl.arange(0, span)
-        most = tl.maximum(most, _size(tl.load(weight + index, mask=index < count, other=0.0)))
+        values = tl.load(weight + index, mask=index < count, other=0.0)
+        most = _larger(most, values.to(tl.float32))
     # Sizes are ordered as the integers of their bits.
     place = (found + member * 12).to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(place, tl.max(most, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
+    largest = _size(tl.reduce(most, 0, _larger))
+    tl.atomic_max(place, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
