@@ -7,8 +7,8 @@ from typing import get_args
 from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
 
 REFUSE_UNTRIED = True
-"""Whether what is built, and equal on the CPU to runs without graphs, but has never been recorded on
-GPUs is refused: compiled layers with tensor parallelism. False in the test that records them
+"""Whether what is built, and equal on the CPU to runs without graphs, but has never been recorded
+on GPUs is refused: compiled layers with tensor parallelism. False in the test that records them
 (tests/gpu/test_cuda_graphs.py).
 """
 
