@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lightning.config import RuntimeConfig
+from megatron_lightning.config import QuantizationConfig, RuntimeConfig
 from megatron_lightning.config.plan import ParallelPlan, column, row
 from megatron_lightning.layers.linear import Linear
 from megatron_lightning.parallel.axes import MeshAxis
@@ -71,6 +72,24 @@ def trained(rank: int, world_size: int, run: Run) -> Any:
 def test_training_equals_one_gpu(overlap: bool, compiled: bool) -> None:
     ranks = run_ranks_fresh(trained, 2, run_of(overlap, compiled), timeout=240)
     assert_same_training(ranks, single(), torch.bfloat16)
+
+
+@two_gpus
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+def test_fp8_trains_the_same_by_parts(recipe: str, compiled: bool) -> None:
+    """Through the peers' memory, parts of inputs in eight bits, and by collectives."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 products")
+    losses = []
+    for overlap in (True, False):
+        run = run_of(overlap, compiled)
+        quantization = QuantizationConfig(recipe=recipe, keep_first=0, keep_last=0)  # type: ignore[arg-type]
+        config = tiny_config(hidden_size=64, ffn_hidden_size=96)
+        layout = {**run.layout, "quantization": quantization}
+        run = replace(run, config=config, layout=layout, steps=4)
+        losses.append(run_ranks_fresh(trained, 2, run, timeout=240)[0]["losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 SCRIPT = """
