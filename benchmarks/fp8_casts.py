@@ -9,8 +9,8 @@ every setting must be, bit for bit, those of the present one; else it is told as
 out. What is best over a step is printed as the lines of
 `megatron_lightning/precision/kernels/choices.py`.
 
-`--seconds` ends it early; the settings left out are told. `--tiny` is a dry run, on a CPU too with
-`TRITON_INTERPRET=1`, whose times mean nothing.
+`--write a` puts those of shape (a) into that file. `--seconds` ends it early; settings left out are
+told. `--tiny` is a dry run, on a CPU too with `TRITON_INTERPRET=1`, whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,28 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_cast_settings import (
+    CASTS,
+    COMPILED,
+    FOREIGN,
+    GATE_CASTS,
+    GATE_SPANS,
+    GATES,
+    MATRICES,
+    SPANS,
+    TINY,
+    advice,
+    best_over,
+    name_of,
+    write,
+)
 from torch import Tensor
 
 from megatron_lightning.layers.kernels import gated_silu_fp8, gated_silu_largest
@@ -34,74 +49,6 @@ from megatron_lightning.precision.kernels import choices, fp8, fp8_tiles
 from megatron_lightning.precision.kernels.choices import Spans, Tiles
 
 FORMAT = "e5m2"
-PASSES = {"a": 32, "b": 16}
-"""Layers times micro-batches of a step."""
-MATRICES = {
-    "a": {
-        "o and fc2 gradient, qkv, o and fc1 input": (16384, 2048, 5),
-        "qkv gradient": (16384, 3072, 1),
-        "fc1 gradient": (16384, 16384, 1),
-        "fc2 input": (16384, 8192, 1),
-    },
-    "b": {
-        "o and fc2 gradient, qkv, o and fc1 input": (8192, 4096, 5),
-        "qkv gradient": (8192, 6144, 1),
-        "fc1 gradient": (8192, 28672, 1),
-        "fc2 input": (8192, 14336, 1),
-    },
-}
-"""Rows and columns of what is cast, and how often in a layer's forward and backward pass."""
-FOREIGN = {"a": {(16384, 2048): 2, (16384, 3072): 1}, "b": {(8192, 4096): 2, (8192, 6144): 1}}
-"""Of these, what compiled code doesn't write: attention's output, gradients of qkv and fc2."""
-GATES = {"a": (16384, 8192), "b": (8192, 14336)}
-"""Rows and width of the gradient of SwiGLU's product."""
-TINY = {"tiny": {"a matrix": (64, 128, 1), "another": (48, 256, 1)}}
-
-CASTS = [
-    choices.CAST,
-    *(
-        Tiles(height=height, width=width, warps=warps, words=True)
-        for height, width, warps in (
-            (64, 128, 4),
-            (128, 64, 4),
-            (64, 128, 8),
-            (128, 128, 8),
-            (64, 64, 4),
-            (128, 64, 8),
-            (32, 128, 4),
-        )
-    ),
-    replace(choices.CAST, words=True, by_columns=False, backwards=False),
-    replace(choices.CAST, height=128, width=128, warps=8),
-    replace(choices.CAST, height=64, width=64),
-]
-GATE_CASTS = [
-    choices.GATE_CAST,
-    *(
-        Tiles(height=height, width=width, warps=warps, words=words)
-        for height, width, warps, words in (
-            (64, 64, 4, True),
-            (64, 64, 8, True),
-            (64, 128, 8, True),
-            (128, 64, 8, True),
-            (64, 64, 8, False),
-            (64, 128, 8, False),
-        )
-    ),
-]
-GATE_SPANS = [
-    choices.GATE_LARGEST,
-    Spans(block=1024, warps=4, programs=8448),
-    Spans(block=2048, warps=4, programs=1056),
-    Spans(block=2048, warps=8, programs=1056),
-]
-SPANS = [
-    choices.LARGEST,
-    Spans(block=4096, warps=8, programs=1056),
-    Spans(block=4096, warps=8, programs=528),
-    Spans(block=2048, warps=4, programs=2112),
-    Spans(block=8192, warps=16, programs=264),
-]
 
 
 @dataclass
@@ -152,19 +99,6 @@ def same(got: Any, want: Any) -> bool:
     """Whether FP8 matrices, or largest values, are the same to the bit."""
     pairs = zip(got, want, strict=True)
     return all(torch.equal(*(each.flatten().view(torch.uint8) for each in pair)) for pair in pairs)
-
-
-def name_of(setting: Any) -> str:
-    """A setting in few letters."""
-    if isinstance(setting, Spans):
-        return f"{setting.block} x {setting.programs}, {setting.warps} warps"
-    if not isinstance(setting, Tiles):
-        return str(setting)
-    told = f"{setting.height} x {setting.width}, {setting.warps} warps"
-    told += ", words" if setting.words else ""
-    if (setting.by_columns, setting.backwards) != (True, True):
-        told += f", by columns {setting.by_columns}, backwards {setting.backwards}"
-    return told
 
 
 def compared(
@@ -245,7 +179,7 @@ def searches(clock: Clock, matrices: Mapping[tuple[int, int], int]) -> dict[str,
 
         settings: list[Any] = list(SPANS)
         if clock.device.type == "cuda":
-            settings.insert(1, "compiled code, of each row")
+            settings.insert(1, COMPILED)
         title = f"largest of {height} x {width}, its scale"
         copy = copy_of(clock, 2 * x.numel())
         times = compared(clock, title, settings, call_of, copy)
@@ -317,51 +251,6 @@ def gates(clock: Clock, rows: int, width: int, of_written: Tiles) -> dict[str, A
     return {"largest": parts, "cast": cast, "whole": whole, "copy": copy}
 
 
-def best_over(rows: Mapping[str, Any], settings: list[Any], passes: int) -> tuple[Any, float]:
-    """The setting that is best over a step, and the milliseconds that it saves."""
-    sums = {}
-    for setting in settings:
-        name = name_of(setting)
-        if all(name in row["times"] for row in rows.values()):
-            sums[name] = sum(row["times"][name] * row["count"] for row in rows.values()) * passes
-    name = min(sums, key=sums.__getitem__)
-    best = next(each for each in settings if name_of(each) == name)
-    return best, sums[name_of(settings[0])] - sums[name]
-
-
-def advice(shape: str, found: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of `choices.py` that are best for a shape, and what they save of a step."""
-    passes = PASSES.get(shape, 1)
-    best, saved = best_over(found["casts"], CASTS, passes)
-    yield f"CAST = {best}  # {saved:+.2f} ms a step less"
-    best, saved = best_over(found["searches"], SPANS, passes)
-    yield f"LARGEST = {best}  # {saved:+.2f} ms a step less, were all searched so"
-    name = name_of(best)
-    rows = [
-        row for row in found["searches"].values() if "compiled code, of each row" in row["times"]
-    ]
-    saved = sum(
-        (row["times"]["compiled code, of each row"] - row["times"][name]) * row["count"]
-        for row in rows
-        if name in row["times"]
-    )
-    yield f"SEARCHES_FOREIGN = {saved > 0}  # {saved * passes:+.2f} ms a step less"
-    gate = found["gates"]
-    if "whole" not in gate:
-        return
-    of_parts, of_casts = gate["largest"], gate["cast"]
-    saved = (gate["whole"]["written"] - gate["whole"]["cast as it is computed"]) * passes
-    yield f"GATE_CASTS = {saved > 0}  # {saved:+.2f} ms a step less"
-    tiles = next(
-        each for each in GATE_CASTS if name_of(each) == min(of_casts, key=of_casts.__getitem__)
-    )
-    spans = next(
-        each for each in GATE_SPANS if name_of(each) == min(of_parts, key=of_parts.__getitem__)
-    )
-    yield f"GATE_CAST = {tiles}"
-    yield f"GATE_LARGEST = {spans}"
-
-
 def plain(value: Any) -> Any:
     """Rounded for a file."""
     if isinstance(value, dict):
@@ -375,6 +264,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["a", "b"], choices=["a", "b"])
     parser.add_argument("--seconds", type=float, default=55.0, help="no new setting after that")
     parser.add_argument("--repeats", type=int, default=15, help="calls of which the median counts")
+    parser.add_argument("--write", choices=["a", "b"], help="put what is best into place")
     parser.add_argument("--tiny", action="store_true", help="a dry run")
     parser.add_argument("--out", type=Path, help="where to write times as JSON")
     args = parser.parse_args()
@@ -402,6 +292,8 @@ def main() -> None:
         print(f"best for {shape}, as lines of choices.py:")
         for line in found["advice"]:
             print(f"  {line}")
+        if args.write == shape:
+            write(found["advice"], Path(choices.__file__))
         result["shapes"][shape] = plain(found)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
