@@ -18,15 +18,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.collectives import all_reduce_
+from megatron_lightning.parallel.collectives import all_gather_single, all_reduce_
 from megatron_lightning.parallel.column import ColumnInput
 from megatron_lightning.parallel.main_gradient import main_gradient_of
 from megatron_lightning.parallel.overlap.layers import Overlap
 from megatron_lightning.parallel.peers.exchange import Exchange
-from megatron_lightning.parallel.quantized.borders import gradients, joins_parts, product
+from megatron_lightning.parallel.quantized.borders import joins_parts
+from megatron_lightning.parallel.quantized.linear import QuantizedLinear
 from megatron_lightning.parallel.quantized.region import Borders, RegionLinear
 from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
 from megatron_lightning.parallel.row import RowOutput
@@ -43,7 +43,6 @@ from megatron_lightning.precision.operands import (
     Wanted,
     identity,
 )
-from megatron_lightning.utils.tensors import no_view
 
 NoiseSource = Callable[[torch.Size, torch.Size, torch.device], Noise]
 """(shape of the layer's input, shape of the gradient's matrix, device) -> its noise."""
@@ -120,7 +119,7 @@ class QuantizedProducts:
             )
         scatters = self._scatters(x, after) if bias is None else 1
         after = after if scatters == 1 else None
-        y = _QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps, scatters)
+        y = QuantizedLinear.apply(x, weight, bias, self, axis, dim, sums, keeps, scatters)
         return y if after is None else after(y)
 
     def _scatters(self, x: Tensor, after: Callable[[Tensor], Tensor] | None) -> int:
@@ -185,10 +184,13 @@ class QuantizedProducts:
         """Operands of the input (T, K); `part`: of this tensor rank's part of the sequence.
         `parts`: largest values of its parts, where the recipe `takes_parts`.
         """
+        axes = self._row_axes(part)
+        if parts is not None and part and not self.recipe.lends_scales:
+            axes, parts = self._row_axes(False), self._largest_of_ranks(parts)
         return self.recipe.pair(
             x,
             "input",
-            over_rows=self._over(self._row_axes(part)),
+            over_rows=self._over(axes),
             over_columns=self._over_features("rows"),
             wanted=wanted,
             **_given(parts),
@@ -275,6 +277,17 @@ class QuantizedProducts:
     def _row_axes(self, part: bool) -> list[MeshAxis]:
         return [self.context_axis, self.tensor_axis] if part else [self.context_axis]
 
+    def _largest_of_ranks(self, parts: Tensor) -> Tensor:
+        """Those of all tensor ranks: to join them gives the scale too, which a reduction of the
+        joined ones would leave to one more kernel.
+        """
+        axis = self.tensor_axis
+        if axis.size == 1:
+            return parts
+        joined = parts.new_empty(axis.size * parts.numel())
+        all_gather_single(joined, parts.flatten(), group=axis.group)
+        return joined
+
     def _over_features(self, split: TensorSplit) -> Callable[[Tensor], Tensor]:
         """Over the ranks that hold other features of a matrix which a layer split so splits."""
         agrees = self.split == split and not self.recipe.splits_scales
@@ -331,66 +344,6 @@ def _call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 _outside_of_regions: Any = torch.compiler.disable(_call)
 
 _WHOLE = MeshAxis(name="whole")
-
-
-class _QuantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        products: QuantizedProducts,
-        axis: MeshAxis,
-        dim: int | None,
-        sums: bool,
-        keeps: bool,
-        scatters: int,
-    ) -> Tensor:
-        part = joins_parts(x, products.recipe, axis.size, dim)
-        y, transposed = product(
-            products, x, weight, axis, dim, part=part, keeps=keeps, scatters=scatters
-        )
-        shape = torch.Size((*y.shape[:-1], x.shape[-1]))
-        rows = torch.Size((y.numel() // y.shape[-1], y.shape[-1]))
-        ctx.noise = None if products.noise is None else products.noise(shape, rows, y.device)
-        _save(ctx, weight, transposed)
-        ctx.products, ctx.axis, ctx.dim, ctx.part, ctx.sums = products, axis, dim, part, sums
-        ctx.scatters = scatters
-        return no_view(y if bias is None else y.add_(bias))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, transposed = _saved(ctx)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x, grad_weight = gradients(
-            ctx.products,
-            grad,
-            weight,
-            transposed,
-            ctx.axis,
-            ctx.dim,
-            part=ctx.part,
-            needs_x=needs_x,
-            needs_weight=needs_weight,
-            sums=ctx.sums,
-            noise=ctx.noise,
-            scatters=ctx.scatters,
-        )
-        grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
-
-
-def _save(ctx: Any, weight: Tensor, transposed: Operand | None) -> None:
-    """Keep tensors where hooks of recomputation and offloading see them."""
-    values, scale = (None, None) if transposed is None else transposed
-    ctx.save_for_backward(weight, values, scale)
-
-
-def _saved(ctx: Any) -> tuple[Tensor, Operand | None]:
-    weight, values, scale = ctx.saved_tensors
-    return weight, None if values is None else Operand(values, scale)
 
 
 @dataclass(eq=False)
