@@ -258,6 +258,12 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
     ]
 
 
+def knows_checkpoint_folders(trainer: Trainer) -> bool:
+    """Whether `checkpoint_folders` are all that there will be."""
+    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    return len(checkpoint_folders(trainer)) == len(savers)
+
+
 # -------------------------------------------------------------------- launching
 
 

@@ -14,25 +14,26 @@ _WORDS = ("last", "best", "hpc", "registry")
 
 
 def check_checkpoint_path(
-    path: Any, module: LightningModule | None = None, data: Any = None
+    path: Any, module: LightningModule | None = None, data: Any = None, *, name: Any = None
 ) -> list[str]:
     """Violation of a `ckpt_path` that names nothing, something else than a checkpoint, a damaged
-    one, or one of another model or tokenizer.
+    one, or one of another model or tokenizer. `name`: the word that `path` has been found for.
 
-    Only tables are read. Words such as "last" are left to Lightning.
+    Only tables are read. Words such as "last" that stand for no path yet are left out.
     """
     if path is None or str(path) in _WORDS or "://" in str(path):
         return []
+    given = f"ckpt_path={str(path)!r}" if name in (None, path) else f"ckpt_path={name!r} ({path})"
     if not Path(path).exists():
         return [
-            f"ckpt_path={str(path)!r}: there is no such file or folder; give the path of a "
+            f"{given}: there is no such file or folder; give the path of a "
             f"checkpoint folder, or None to start afresh"
         ]
     try:
         tables = read_tables(path)
     except (CheckpointError, OSError) as error:
         return [
-            f"ckpt_path={str(path)!r}: not a complete checkpoint folder; give one "
+            f"{given}: not a complete checkpoint folder; give one "
             f"that MegatronStrategy has saved ({error})"
         ]
     try:
@@ -42,7 +43,7 @@ def check_checkpoint_path(
     known = tables.objects.get("tokenizer_digest")
     if None not in (own, known) and own != known:
         return [
-            f"ckpt_path={str(path)!r}: it was trained with the tokenizer {known}, that of the data "
+            f"{given}: it was trained with the tokenizer {known}, that of the data "
             f"module is {own}; use the same, or load the weights alone with load_weights"
         ]
     zoo: Any = module
@@ -56,7 +57,7 @@ def check_checkpoint_path(
     try:
         elsewhere = zoo.names_elsewhere(tables.objects)
     except ValueError as error:
-        return [f"ckpt_path={str(path)!r}: {error}"]
+        return [f"{given}: {error}"]
     problems = model_problems(
         tables.index,
         {name: shape for name, shape in zoo.global_shapes().items() if name not in elsewhere},
@@ -65,7 +66,6 @@ def check_checkpoint_path(
         strict=zoo.strict_loading,
     )
     return [
-        f"ckpt_path={str(path)!r}: it holds another model: {problem}; use the config that it was "
-        f"saved with"
+        f"{given}: it holds another model: {problem}; use the config that it was saved with"
         for problem in problems
     ]

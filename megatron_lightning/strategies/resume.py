@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from megatron_lightning.checkpoint import CheckpointError, is_checkpoint, read_manifest
+from megatron_lightning.strategies import _compat
 from megatron_lightning.utils.logging import warn_once
 
 if TYPE_CHECKING:
@@ -60,6 +63,38 @@ class FolderConnector(_CheckpointConnector):
         )
         return found
 
+    def look_up(self, name: Any, *, model_given: bool) -> Any:
+        """What a run with `ckpt_path=name` begins from, as far as that is known before it starts
+        (ranks choose among local copies); None where it is not, or there is nothing.
+
+        ValueError where the name stands for nothing that there could be.
+        """
+        if name not in (None, "last", "best", "hpc"):
+            return name
+        if name is None and self._user_managed:
+            return self._ckpt_path
+        found = self._found_for(name, model_given)
+        copies = _strategy_of(self.trainer).config.checkpoint.local
+        return None if self._automatic and copies is not None else found
+
+    def _found_for(self, name: str | None, model_given: bool) -> Any:
+        function = self.trainer.state.fn
+        assert function is not None
+        fits = function == TrainerFn.FITTING
+        looks = name == "last" or (fits and name is None)
+        if looks and not _compat.knows_checkpoint_folders(self.trainer):
+            # Asking a logger for its version may begin its run. Where it is new, nothing lies.
+            self._automatic = fits
+            return self._hpc_resume_path if name or SLURMEnvironment.detect() else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._parse_ckpt_path(
+                function,
+                name,
+                model_provided=model_given,
+                model_connected=self.trainer.lightning_module is not None,
+            )
+
     @override
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Lightning's, from what the ranks agree on where the newest is wanted."""
@@ -77,6 +112,16 @@ def use_folders(trainer: Trainer) -> None:
     connector = trainer._checkpoint_connector
     if type(connector) is _CheckpointConnector:
         connector.__class__ = FolderConnector
+
+
+def starting_point(trainer: Trainer, name: Any, *, model_given: bool) -> Any:
+    """Path of the checkpoint that a `ckpt_path` stands for: see `FolderConnector.look_up`. Of
+    another connector than this package's: the name itself.
+    """
+    connector = trainer._checkpoint_connector
+    if not isinstance(connector, FolderConnector):
+        return name
+    return connector.look_up(name, model_given=model_given)
 
 
 def newest_preempted(folder: str | os.PathLike[str]) -> str | None:

@@ -13,7 +13,7 @@ from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
 from megatron_lightning.strategies.module_checks import module_problems
 from megatron_lightning.strategies.recovery import recover_folders
-from megatron_lightning.strategies.resume import use_folders
+from megatron_lightning.strategies.resume import starting_point, use_folders
 from megatron_lightning.strategies.trainer_checks import trainer_problems
 from megatron_lightning.utils.env import Launch
 
@@ -32,9 +32,7 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     use_folders(trainer)
     recover_folders(strategy, trainer)
     problems = _started_problems(strategy)
-    problems += check_checkpoint_path(
-        arguments.get("ckpt_path"), given_module(trainer, arguments), given_datamodule(arguments)
-    )
+    problems += _checkpoint_problems(trainer, arguments)
     trainer_check = getattr(given_datamodule(arguments), "check_trainer", None)
     if trainer_check is not None:
         problems += trainer_check(trainer)
@@ -44,6 +42,18 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
         problems += module_problems(strategy, module, given_datamodule(arguments), world_size)
         problems += trainer_problems(strategy, trainer, module)
     raise_on_first_rank(problems, strategy.global_rank)
+
+
+def _checkpoint_problems(trainer: Trainer, arguments: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the checkpoint to begin from, also where "last" or the like names it."""
+    name = arguments.get("ckpt_path")
+    try:
+        path = starting_point(trainer, name, model_given=arguments.get("model") is not None)
+    except ValueError as error:
+        return [f"ckpt_path={name!r}: {error}"]
+    return check_checkpoint_path(
+        path, given_module(trainer, arguments), given_datamodule(arguments), name=name
+    )
 
 
 def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:

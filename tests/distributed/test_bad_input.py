@@ -10,7 +10,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import nn
 
 from megatron_lightning.config import (
@@ -264,6 +264,41 @@ def everything_wrong(rank: int, world_size: int) -> str:
     except ConfigurationError as error:
         return str(error)
     return ""
+
+
+def in_place_of_last(rank: int, world_size: int, folder: str, name: str) -> tuple[str, str, int]:
+    """What a fit says to a checkpoint of another model that only a word leads to."""
+    forget_launcher()
+    saver = ModelCheckpoint(f"{folder}/regular", save_last=True)
+    options = dict(callbacks=[saver], enable_checkpointing=True, default_root_dir=folder)
+    forks: list[int] = []
+    fork = os.fork
+    os.fork = lambda: forks.append(fork()) or forks[-1]  # type: ignore[assignment]
+    try:
+        trainer(2, {}, **options).fit(gpt(num_layers=2), Batches(Run()), ckpt_path=name)
+    except Exception as error:
+        return type(error).__name__, str(error), len(forks)
+    return "nothing", "", len(forks)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("last", "regular/last.ckpt"), ("hpc", "hpc_ckpt_1.ckpt")]
+)
+def test_checkpoint_of_another_model_behind_a_word(name: str, path: str, tmp_path: Path) -> None:
+    ((kind, message, _),) = run_ranks_fresh(in_place_of_last, 1, str(tmp_path), "hpc")
+    assert (kind, "ckpt_path='hpc'" in message) == ("ConfigurationError", True), message
+    run_ranks_fresh(save_untrained, 1, str(tmp_path / path))
+    ((kind, message, forks),) = run_ranks_fresh(in_place_of_last, 1, str(tmp_path), name)
+    assert (kind, forks) == ("ConfigurationError", 0), message
+    assert f"ckpt_path={name!r} ({tmp_path / path}): it holds another model: " in message
+    assert "use the config that it was saved with" in message
+
+
+def save_untrained(rank: int, world_size: int, path: str) -> None:
+    forget_launcher()
+    one = trainer(1, {}, max_steps=1)
+    one.fit(gpt(num_layers=4), Batches(Run()))
+    one.save_checkpoint(path)
 
 
 def test_all_violations_at_once() -> None:

@@ -1,29 +1,36 @@
 """Which checkpoint "last" and "hpc" name: complete folders of this package, the newest of them."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.checkpoint import save
-from megatron_lightning.strategies import preemption
+from megatron_lightning.config import CheckpointConfig, LocalCheckpointConfig
+from megatron_lightning.strategies import MegatronStrategy, preemption
 from megatron_lightning.strategies.resume import (
     FolderConnector,
     newest_preempted,
     next_preempted,
+    starting_point,
     use_folders,
 )
 
 
-def make_trainer(folder: Path, *callbacks: Any) -> L.Trainer:
+def make_trainer(folder: Path, *parts: Any, logger: Any = False) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
-        logger=False,
-        callbacks=list(callbacks),
+        devices=1,
+        logger=logger,
+        strategy=next((part for part in parts if isinstance(part, MegatronStrategy)), "auto"),
+        callbacks=[part for part in parts if isinstance(part, L.Callback)],
         default_root_dir=folder,
         enable_progress_bar=False,
     )
@@ -77,6 +84,50 @@ def test_a_slurm_job_begins_from_what_a_signal_saved(
         lambda: True,
     )
     assert chosen(trainer, None) == str(tmp_path / "hpc_ckpt_4.ckpt")
+
+
+def test_what_a_run_begins_from_is_known_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word, and without a logger's version, which may begin its run."""
+    regular, preempted = tmp_path / "regular" / "last.ckpt", tmp_path / "hpc_ckpt_1.ckpt"
+    trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path / "regular"), MegatronStrategy())
+    trainer.state.fn = TrainerFn.FITTING
+
+    def known(name: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return starting_point(trainer, name, model_given=True)
+
+    assert known(None) is known("last") is None
+    for name, told in (("hpc", "no HPC checkpoint"), ("best", "not configured to save the best")):
+        with pytest.raises(ValueError, match=told):
+            known(name)
+    save(regular, {}, {})
+    assert (known("last"), known("x/y.ckpt")) == (str(regular), "x/y.ckpt")
+    save(preempted, {}, {})
+    assert known("hpc") == known("last") == str(preempted)
+    trainer = make_trainer(tmp_path, ModelCheckpoint(), MegatronStrategy(), logger=NewRun())
+    trainer.state.fn = TrainerFn.FITTING
+    assert (known("last"), known(None)) == (str(preempted), None)
+    with monkeypatch.context() as requeued:
+        requeued.setattr(SLURMEnvironment, "detect", lambda: True)
+        assert known(None) == str(preempted)
+    local = LocalCheckpointConfig(folder=str(tmp_path / "copies"), every_n_steps=1)
+    trainer = make_trainer(tmp_path, MegatronStrategy(checkpoint=CheckpointConfig(local=local)))
+    trainer.state.fn = TrainerFn.FITTING
+    assert known("last") is None  # the ranks choose among copies, and this one
+
+
+class NewRun(CSVLogger):
+    """Whose version nobody may ask for yet."""
+
+    def __init__(self) -> None:
+        super().__init__("no/such/folder")
+
+    @property
+    def version(self) -> str:
+        raise AssertionError("the logger was asked for its version")
 
 
 def test_what_is_overridden_is_there() -> None:
