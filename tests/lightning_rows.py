@@ -358,12 +358,13 @@ DATA: Sequence[Row] = (
     ),
     Row(
         "IterableDataset",
-        "stream test_different_batches_within_a_copy_are_an_error",
+        "stream test_different_batches_within_a_copy_are_an_error"
+        " test_a_later_batch_is_compared_with_the_one_after_it",
         title="iterable data sets, random changes of samples",
         note=(
             "left alone, as by Lightning; when the ranks of a model copy get different "
-            "batches, that is an error where it is looked for: in the first 4 batches of a pass "
-            "and in every 64th"
+            "batches, that is an error where it is looked for: in the first 4 batches of a pass, "
+            "and in every 64th by the step after it"
         ),
     ),
     Row(
