@@ -62,8 +62,8 @@ class GPTConfig(NamesFields):
     head_dim: int = 0
     """Size D of a query, key or value head; 0: H / N."""
     ffn_hidden_size: int = 0
-    """Width F of the MLP; 0: 4H, or for a gated unit 8H/3 rounded up to a multiple of 64 (about as
-    many weights).
+    """Width F of the MLP; 0: 4H, or for a gated unit 8H/3 (about as many weights) rounded down to a
+    multiple of 64, as Megatron-LM does, and never less than 64.
     """
     max_position_embeddings: int = 2048
     """Capacity of the position scheme, in tokens; for learned positions the rows of the table."""
@@ -137,7 +137,7 @@ class GPTConfig(NamesFields):
 
     def _derived(self) -> dict[str, int]:
         """Values that the three optional sizes take when given as 0."""
-        gated = -(-8 * self.hidden_size // 192) * 64
+        gated = max(8 * self.hidden_size // 192, 1) * 64
         heads_fit = (
             self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
         )

@@ -38,10 +38,19 @@ def test_sizes_are_derived_when_left_out():
     assert config.check() == []
 
 
+@pytest.mark.parametrize(
+    ("hidden", "width"), [(2048, 5440), (4096, 10880), (5120, 13632), (6144, 16384), (16, 64)]
+)
+def test_a_gated_unit_is_as_wide_as_in_megatron_lm(hidden: int, width: int):
+    """Which rounds down: int((4 * H * 2 / 3) / 64) * 64. That of H=16 would be 0."""
+    config = GPTConfig(vocab_size=10, num_layers=1, hidden_size=hidden, num_attention_heads=8)
+    assert config.ffn_hidden_size == width
+
+
 def test_changes_let_derived_sizes_follow_and_keep_given_ones():
     config = GPTConfig(**CASE)
     changed = config.with_changes(hidden_size=128, num_attention_heads=8)
-    assert (changed.head_dim, changed.num_query_groups, changed.ffn_hidden_size) == (16, 2, 384)
+    assert (changed.head_dim, changed.num_query_groups, changed.ffn_hidden_size) == (16, 2, 320)
     with pytest.raises(ValueError, match="hiden_size"):
         config.with_changes(hiden_size=3)
 
