@@ -8,8 +8,9 @@ cores derive from `CoreAttention` and say what they compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from typing import ClassVar, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megatron_lightning.parallel.sequence import SequenceInfo
 
 
+@runtime_checkable
 class AttentionDropout(Protocol):
     """What a core's dropout module says of itself (`layers.Dropout` is one)."""
 
@@ -32,6 +34,19 @@ class AttentionDropout(Protocol):
         ...
 
 
+class _NoDropout(nn.Module):
+    """The dropout of a core that was given none."""
+
+    p = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    @contextmanager
+    def fused(self, device: torch.device) -> Iterator[float]:
+        yield self.p
+
+
 class CoreAttention(nn.Module, ABC):
     """Causal attention: (S, B, N, D), (S, B, G, D), (S, B, G, Dv) -> (S, B, N * Dv).
 
@@ -45,12 +60,25 @@ class CoreAttention(nn.Module, ABC):
     dropout: AttentionDropout
 
     def __init__(
-        self, *, scale: float, window_size: int = 0, dropout: nn.Module, score_cap: float = 0.0
+        self,
+        *,
+        scale: float,
+        window_size: int = 0,
+        dropout: nn.Module | None = None,
+        score_cap: float = 0.0,
     ) -> None:
-        """`scale` multiplies the scores; `window_size` in tokens, 0 for none; `dropout` of layout
-        HEADS; scores s become score_cap * tanh(s / score_cap) unless it is 0.
+        """`scale` multiplies the scores; `window_size` in tokens, 0 for none; `dropout`, of
+        probabilities, is a `layers.Dropout` of layout HEADS, None for none; scores s become
+        score_cap * tanh(s / score_cap) unless it is 0. ValueError for another kind of dropout.
         """
         super().__init__()
+        dropout = _NoDropout() if dropout is None else dropout
+        if not isinstance(dropout, AttentionDropout):
+            raise ValueError(
+                f"dropout={dropout}: a kernel can't drop by a {type(dropout).__name__}; give"
+                " megatron_lightning.layers.Dropout(p, Layout.HEADS), with Layout from"
+                " megatron_lightning.parallel, or leave it out to drop nothing"
+            )
         self.scale = scale
         self.window_size = window_size
         self.score_cap = score_cap

@@ -57,6 +57,21 @@ def test_cores_against_a_loop(kind, window, groups):
     torch.testing.assert_close(found, naive(query, key, value, 0.25, window), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", CORES)
+def test_a_core_without_dropout_drops_nothing(kind):
+    query, key, value = inputs()
+    core = kind(scale=0.25)
+    found = core(query, key, value)
+    assert core.training
+    assert not core.drops
+    assert torch.equal(found, made(kind)(query, key, value))
+
+
+def test_torchs_dropout_in_a_core_is_refused_when_it_is_built():
+    with pytest.raises(ValueError, match=r"dropout=Dropout\(p=0\.1.*layers\.Dropout\(p, Layout"):
+        FusedAttention(scale=0.25, dropout=torch.nn.Dropout(0.1))
+
+
 @pytest.mark.parametrize("window", [0, 1, 3, 11, 16, 17, 32, 33])
 def test_fused_equals_the_reference_with_gradients(window):
     results = []
