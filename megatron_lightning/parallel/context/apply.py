@@ -91,8 +91,9 @@ def core_problems(network: nn.Module, config: ContextConfig) -> list[str]:
     if not found:
         return [
             f"{type(network).__name__} holds no CoreAttention, which context_parallel_size > 1"
-            " swaps: build attention from megatron_lightning.layers.SelfAttention, or use"
-            " context_parallel_size=1"
+            " swaps: build attention from megatron_lightning.layers.SelfAttention, or around a core"
+            " such as layers.FusedAttention, and take positions from the batch's position_ids; or"
+            " use context_parallel_size=1"
         ]
     problems: list[str] = []
     for name, core, form in found:

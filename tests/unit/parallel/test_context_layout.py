@@ -74,6 +74,7 @@ def test_exact_attention_dropout_needs_gathered_keys() -> None:
 def test_a_network_without_cores() -> None:
     [problem] = check_context_parallel(nn.Linear(2, 2), config(2))
     assert "Linear holds no CoreAttention" in problem
+    assert "layers.FusedAttention, and take positions from the batch's position_ids" in problem
 
 
 @pytest.mark.parametrize(("tensor", "size"), [(1, 4), (2, 2)])
