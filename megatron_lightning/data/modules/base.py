@@ -11,7 +11,13 @@ from megatron_lightning.config.field_types import not_whole
 from megatron_lightning.config.names import NamesArguments
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data.blend import OrderedSource
-from megatron_lightning.data.modules.evaluation_checks import Shares, check_evaluation
+from megatron_lightning.data.modules.evaluation_checks import (
+    Shares,
+    check_evaluation,
+    evaluation_of,
+    is_meant,
+    nothing_meant,
+)
 from megatron_lightning.data.modules.interval import interval_errors
 from megatron_lightning.data.modules.resumable import (
     EvaluationPart,
@@ -25,8 +31,8 @@ class TokenDataModule(NamesArguments, ResumableDataModule):
     """Abstract: checks arguments and data, and sets up the data sets that a subclass builds.
 
     A subclass sets its own fields, then calls `_raise_if_wrong()` at the end of its constructor. It
-    must define `_build_train` and `_build_evaluation`, and may define `_argument_errors` (adding to
-    the ones here), `_data_errors` and `collate`.
+    must define `_build_train` and `_build_evaluation`, and may define `_has_own`,
+    `_argument_errors` (adding to the ones here), `_data_errors` and `collate`.
 
     Args:
         seq_length: tokens a sample.
@@ -75,6 +81,10 @@ class TokenDataModule(NamesArguments, ResumableDataModule):
     def _build_evaluation(self, part: EvaluationPart) -> EvaluationSets:
         """Returns the data sets of validation or testing."""
         raise NotImplementedError
+
+    def _has_own(self, part: EvaluationPart) -> bool:
+        """Returns whether there are validation or testing data of their own."""
+        return True
 
     def _evaluation_split(self) -> str | None:
         """Returns the split string that validation and testing data come from, None if none."""
@@ -131,7 +141,11 @@ class TokenDataModule(NamesArguments, ResumableDataModule):
         """Returns what the Trainer asks for and the data cannot give; asked before any process is
         started.
         """
-        return self._batch_sizes.accumulation_errors(trainer)
+        errors = list(self._batch_sizes.accumulation_errors(trainer))
+        part, split = evaluation_of(trainer), self._evaluation_split()
+        if part is None or (self._has_own(part) if split is None else is_meant(split, part)):
+            return errors
+        return [*errors, nothing_meant(part, split, self.evaluation_fields[part])]
 
     def _interval_errors(self, trainer: Trainer, samples: int) -> list[str]:
         whole = self.batch_size_schedule.batches_until(samples)

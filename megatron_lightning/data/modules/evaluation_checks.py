@@ -3,9 +3,11 @@
 import re
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from megatron_lightning.data.splits import Part, parse_split, split_ranges
@@ -38,6 +40,26 @@ class Shares:
 def is_meant(split: str | None, part: Part) -> bool:
     """Whether a split string gives that part a share; data sets of its own (None) are meant."""
     return split is None or dict(zip(_WORDS, parse_split(split), strict=True))[part] > 0
+
+
+def evaluation_of(trainer: Trainer) -> Literal["valid", "test"] | None:
+    """Which part `Trainer.validate` or `test` has been called for; None in a fit."""
+    if trainer.state.fn == TrainerFn.VALIDATING:
+        return "valid"
+    return "test" if trainer.state.fn == TrainerFn.TESTING else None
+
+
+def nothing_meant(part: Literal["valid", "test"], split: str | None, own: str) -> str:
+    """Returns the message about an evaluation for which no data are given at all: by no share of a
+    split string, or not by the argument `own` where there is none.
+    """
+    if split is None:
+        return f"{own} is not given, so there is nothing for {_WORDS[part]}; give {own}"
+    first, second = ("second", "90,10,0") if part == "valid" else ("third", "90,5,5")
+    return (
+        f"split={split!r} leaves nothing for {_WORDS[part]}; give it a {first} share, as in"
+        f" {second!r}, or {own} in place of split"
+    )
 
 
 def nothing_there(

@@ -163,6 +163,9 @@ class HFDataModule(TokenDataModule):
             )
         return errors
 
+    def _has_own(self, part: EvaluationPart) -> bool:
+        return bool(self.sets[part])
+
     def _evaluation_split(self) -> str | None:
         return self.split
 

@@ -207,6 +207,9 @@ class PretrainingDataModule(TokenDataModule):
         wanted = self._samples_wanted(trainer)  # an epoch of them, however small the corpora are
         return errors + ([] if wanted is None else self._interval_errors(trainer, wanted))
 
+    def _has_own(self, part: EvaluationPart) -> bool:
+        return bool(self._evaluation_blends.get(part))
+
     def _evaluation_split(self) -> str | None:
         return None if self.has_own_evaluation else self.split
 

@@ -179,6 +179,9 @@ class SFTDataModule(TokenDataModule):
                 errors.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
         return errors
 
+    def _has_own(self, part: EvaluationPart) -> bool:
+        return bool(_named(self.valid if part == "valid" else self.test))
+
     def _evaluation_split(self) -> str | None:
         return self.split
 

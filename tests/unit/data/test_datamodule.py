@@ -184,6 +184,27 @@ def test_validation_without_a_sequence_is_said(
     assert not any("No validation" in str(warning.message) for warning in recwarn)
 
 
+def test_evaluation_for_which_nothing_is_given(corpus: str) -> None:
+    """Refused before any process is started; without a metric it would look as if it had run."""
+    ways = [
+        ("test", dict(split="90,10,0"), "split='90,10,0' leaves nothing for testing; give it a"),
+        ("test", dict(split="90,10"), "a third share, as in '90,5,5', or test_paths in place of"),
+        ("validate", dict(split="1"), "a second share, as in '90,10,0', or valid_paths in place"),
+        ("test", dict(valid_paths=corpus), "test_paths is not given, so there is nothing for test"),
+        ("validate", dict(test_paths=corpus), "valid_paths is not given, so there is nothing for"),
+    ]
+    for call, options, said in ways:
+        data = module(corpus, **{"split": None, **options})
+        run = trainer()
+        with pytest.raises(ConfigurationError, match=said):
+            getattr(run, call)(Recorder(), data)
+        assert run.state.fn == call
+        (told,) = data.check_trainer(run)  # what the strategy asks before it starts ranks
+        assert re.search(said, told)
+    for call, options in (("validate", dict(split="90,10,0")), ("test", dict(test_paths=corpus))):
+        getattr(trainer(), call)(Recorder(), module(corpus, **{"split": None, **options}))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_read_their_slice_of_the_same_batches(
     corpus: str, ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -4,9 +4,11 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.data import HFDataModule
 from megatron_lightning.data.account import ACCOUNT
@@ -209,3 +211,17 @@ def test_nothing_to_validate_on_is_said() -> None:
     with pytest.raises(ValueError, match="valid holds no token"):
         make(rows(), valid=empty).setup("validate")
     make(rows(), split="1,0,0").setup("validate")  # asks for none
+
+
+def test_evaluation_for_which_nothing_is_given() -> None:
+    train, run = rows(), L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    for function, part, own in (("validate", "valid", "validation"), ("test", "test", "testing")):
+        run.state.fn = TrainerFn(function)
+        (told,) = make(train).check_trainer(run)
+        assert told == f"{part} is not given, so there is nothing for {own}; give {part}"
+        assert make(train, **{part: train}).check_trainer(run) == []
+        assert make(train, split="8,1,1").check_trainer(run) == []
+    (told,) = make(train, split="9,1").check_trainer(run)
+    assert told.startswith("split='9,1' leaves nothing for testing; give it a third share, as in")
+    run.state.fn = TrainerFn.FITTING
+    assert make(train).check_trainer(run) == []

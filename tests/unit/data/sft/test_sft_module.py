@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning import GPTModel
 from megatron_lightning.data import SFTDataModule
@@ -336,3 +337,18 @@ def make_again(data: SFTDataModule, size: int) -> SFTDataModule:
         micro_batch_size=size,
         global_batch_size=size,
     )
+
+
+def test_evaluation_for_which_nothing_is_given(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", 9)
+    run = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    for function, part, own in (("validate", "valid", "validation"), ("test", "test", "testing")):
+        run.state.fn = TrainerFn(function)
+        (told,) = make(train).check_trainer(run)
+        assert told == f"{part} is not given, so there is nothing for {own}; give {part}"
+        assert make(train, **{part: train}).check_trainer(run) == []
+        assert make(train, split="8,1,1").check_trainer(run) == []
+    (told,) = make(train, split="9,1").check_trainer(run)
+    assert told.startswith("split='9,1' leaves nothing for testing; give it a third share, as in")
+    run.state.fn = TrainerFn.FITTING
+    assert make(train).check_trainer(run) == []
