@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from megatron_lightning.config.validate import raise_if_any
 from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from megatron_lightning.strategies.mesh_strategy import MeshStrategy
 
 _FIRST_RANK_SECONDS = 10.0
+_LOADERS = {
+    TrainerFn.FITTING: "train",
+    TrainerFn.VALIDATING: "val",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
 
 
 def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, Any]) -> None:
@@ -33,6 +41,7 @@ def check_run(strategy: MeshStrategy, trainer: Trainer, arguments: Mapping[str, 
     recover_folders(strategy, trainer)
     problems = _started_problems(strategy)
     problems += _checkpoint_problems(trainer, arguments)
+    problems += _loader_problems(trainer, arguments)
     trainer_check = getattr(given_datamodule(arguments), "check_trainer", None)
     if trainer_check is not None:
         problems += trainer_check(trainer)
@@ -54,6 +63,27 @@ def _checkpoint_problems(trainer: Trainer, arguments: Mapping[str, Any]) -> list
     return check_checkpoint_path(
         path, given_module(trainer, arguments), given_datamodule(arguments), name=name
     )
+
+
+def _loader_problems(trainer: Trainer, arguments: Mapping[str, Any]) -> list[str]:
+    """Whether data module or module gives what is to be run over, where no loader was passed."""
+    function = trainer.state.fn
+    given = given_datamodule(arguments)
+    passed = arguments.get("train_dataloaders", arguments.get("dataloaders"))
+    source = given if given is not None else given_module(trainer, arguments)
+    if function is None or source is None or passed is not None and given is None:
+        return []
+    name = f"{_LOADERS[function]}_dataloader"
+    if is_overridden(name, source):
+        return []
+    goes_on = function == TrainerFn.PREDICTING and hasattr(
+        given_module(trainer, arguments), "generate"
+    )
+    otherwise = ", or go on with prompts by `megatron-lightning generate`" if goes_on else ""
+    return [
+        f"{function.value}: {type(source).__name__} has no {name}; give data with one (on the"
+        f" command line `--data my.module.Class`){otherwise}"
+    ]
 
 
 def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:

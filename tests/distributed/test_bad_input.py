@@ -137,6 +137,31 @@ def validate_missing_checkpoint() -> None:
     trainer(2, {}).validate(gpt(), Batches(Run()), ckpt_path="/no/such/last.ckpt")
 
 
+def predict_without_a_loader() -> None:
+    trainer(2, {}).predict(gpt(vocab_size=1000), corpus())
+
+
+def predict_without_data() -> None:
+    trainer(2, {}).predict(Plain())
+
+
+def no_test_loader() -> None:
+    trainer(2, {}).test(gpt(), dataloaders=Batches(Run()))
+
+
+def validate_without_data() -> None:
+    trainer(2, {}).validate(gpt())
+
+
+def fit_without_data() -> None:
+    trainer(2, {}).fit(Plain())
+
+
+def split_without_a_test() -> None:
+    data = PretrainingDataModule(CORPUS, 8, 2, 8, split="90,10,0")
+    trainer(2, {}).test(gpt(vocab_size=1000), data)
+
+
 def half_precision_on_cpu() -> None:
     trainer(2, {}, precision="16-mixed").fit(gpt(), Batches(Run()))
 
@@ -216,6 +241,15 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     missing_checkpoint: ("ckpt_path='/no/such/last.ckpt'", "no such file", "None"),
     foreign_checkpoint: ("ckpt_path=", "not a complete checkpoint folder"),
     validate_missing_checkpoint: ("ckpt_path='/no/such/last.ckpt'", "no such file"),
+    predict_without_a_loader: (
+        "predict: PretrainingDataModule has no predict_dataloader; give data with one",
+        "`--data my.module.Class`), or go on with prompts by `megatron-lightning generate`",
+    ),
+    predict_without_data: ("predict: Plain has no predict_dataloader; give data with one (on the",),
+    no_test_loader: ("1 problem", "test: Batches has no test_dataloader; give data"),
+    validate_without_data: ("1 problem", "validate: GPTModel has no val_dataloader; give data"),
+    fit_without_data: ("1 problem", "fit: Plain has no train_dataloader; give data with one"),
+    split_without_a_test: ("1 problem", "split='90,10,0' leaves nothing for testing", "test_paths"),
     half_precision_on_cpu: ("16-mixed", "bf16-mixed"),
     manual: ("automatic_optimization=False", "2 model-parallel ranks", "use automatic"),
     unknown_launcher: ("runtime.launcher='mpi'", "script"),

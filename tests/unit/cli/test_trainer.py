@@ -227,6 +227,18 @@ def test_layout_that_does_not_fit(options: list[str], message: str, folder: Path
         trainer.main(["fit", "--config", str(folder / "fit.yaml"), *options])
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("predict", "predict: PretrainingDataModule has no predict_dataloader; give data with one"),
+        ("test", "split='90,10,0' leaves nothing for testing; give it a third share"),
+    ],
+)
+def test_commands_for_which_there_are_no_data(command: str, message: str, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.main([command, "--config", str(folder / "fit.yaml")])
+
+
 def test_checkpoint_path_is_looked_at_before_the_start(folder: Path) -> None:
     options = ["validate", "--config", str(folder / "fit.yaml"), "--ckpt_path", str(folder)]
     with pytest.raises(UserError, match="is not a complete checkpoint"):
