@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from megatron_lightning.cli.assignment import assignment
+from megatron_lightning.cli.assignment import assignment, model_changes
 from megatron_lightning.cli.errors import UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
 from megatron_lightning.cli.plan_options import plan_parser
@@ -49,6 +49,7 @@ _PIPELINE = {
     "schedule": "schedule",
     "virtual_pipeline_size": "virtual_pipeline_size",
     "pipeline_layout": "layout",
+    "head_cost": "head_cost",
 }
 _EXPERT = {"dispatcher": "dispatcher", "overlap_all_to_all": "overlap_all_to_all"}
 _DATA = {"sharding": "sharding", "replicas": "replicas", "offload_optimizer": "offload_optimizer"}
@@ -99,7 +100,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         values |= {"model": preset_config(given["preset"]), "model_name": given["preset"]}
     if "model" not in values:
         raise UserError("give a model: --preset NAME, or --config FILE that names one")
-    changes = dict(assignment(text, "hidden_size=4096") for text in given.get("set", ()))
+    changes = model_changes(given.get("set"), "hidden_size=4096")
     if "num_layers" in given:
         changes["num_layers"] = given["num_layers"]
     if changes:

@@ -99,6 +99,12 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
         help='explicit stages, e.g. "Et*3|t*4|t*2L" (default: balanced by cost)',
     )
     add(
+        "--head-cost",
+        type=float,
+        metavar="LAYERS",
+        help="what head and loss count for where stages are balanced (default: 1)",
+    )
+    add(
         "--context-form",
         choices=get_args(ContextForm),
         metavar="FORM",

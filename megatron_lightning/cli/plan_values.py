@@ -146,9 +146,11 @@ def notes_of(plan: Plan) -> list[str]:
     mean = sum(weights) / len(weights)
     if len(weights) > 1 and max(weights) > 1.1 * mean:
         head = weights[-1] - len(plan.layout.stages[-1].layers)
+        counted = f", counted as {config.pipeline.head_cost:g} (--head-cost; pipeline.head_cost)"
+        balanced = counted if config.pipeline.layout is None else ""
         notes.append(
             f"stages are unequal: the dearest costs {max(weights) / mean:.2f} times the mean; the"
-            f" head costs {head:.2f} layers (pipeline.head_cost={config.pipeline.head_cost})"
+            f" head costs {head:.2f} layers{balanced}"
         )
     if request.model.moe is not None:
         notes.append("activations and traffic of experts are those of an even load")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.cli.assignment import assignment
+from megatron_lightning.cli.assignment import model_changes
 from megatron_lightning.cli.errors import Parser, UserError, check_writable, wrong_input
 from megatron_lightning.cli.plan_estimate import make_plan
 from megatron_lightning.cli.plan_request import HARDWARE, PlanRequest
@@ -96,10 +96,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    changes: dict[str, Any] = {}
-    for text in options.set or ():
-        name, value = assignment(text, "vocab_size=512")
-        changes[name] = value
+    changes = model_changes(options.set, "vocab_size=512")
     changes |= {"num_layers": options.layers} if options.layers else {}
     changes |= {"hidden_size": options.hidden} if options.hidden else {}
     if options.config:

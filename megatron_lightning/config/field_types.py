@@ -92,7 +92,9 @@ def with_inner(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         head, dot, field = name.partition(".")
         if not dot:
             continue
-        inner = whole.get(head, getattr(config, head, None))
+        if head not in [known.name for known in dataclasses.fields(config)]:
+            raise ValueError(f"{name} is no field: {remedy(type(config), name, '')}")
+        inner = whole.get(head, getattr(config, head))
         if not dataclasses.is_dataclass(inner):
             raise ValueError(f"{name}={value!r}: {head} is {inner!r} here, and has no fields")
         if field not in [known.name for known in dataclasses.fields(inner)]:

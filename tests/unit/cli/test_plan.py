@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lightning.cli import verify
 from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
 from megatron_lightning.cli.plan import main
 from megatron_lightning.cli.plan_outside import RESERVED_BYTES
@@ -139,6 +140,40 @@ def test_61_layers_on_4_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, arguments)["layers_per_stage"] == [16, 15, 15, 15]
     main(words_of(arguments))
     assert "16+15+15+15" in capsys.readouterr().out
+
+
+def test_what_the_head_counts_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The note on unequal stages names an option, and it moves layers away from the head."""
+    arguments = "--preset llama3-8b --gpus 4 --pipeline-parallel-size 4"
+    with_one = plan(capsys, arguments)
+    (note,) = [note for note in with_one["notes"] if note.startswith("stages are unequal")]
+    assert note.endswith("head costs 1.84 layers, counted as 1 (--head-cost; pipeline.head_cost)")
+    assert with_one["layers_per_stage"] == [8, 8, 8, 8]
+    balanced = plan(capsys, arguments, "--head-cost 2.5")
+    assert balanced["layers_per_stage"] == [9, 9, 8, 6]
+    assert max(s["cost_in_layers"] for s in balanced["stages"]) == 9
+    given = plan(capsys, arguments, "--pipeline-layout Et*8|t*8|t*8|t*8L")
+    assert "--head-cost" not in "".join(given["notes"])
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("foo.bar=3", "foo.bar is no field: it has "),
+        ("hiden_size.x=3", "hiden_size.x is no field: do you mean hidden_size?"),
+        ("pipeline.head_cost=3", "belongs to the layout; use its option (`--help` lists them), or"),
+        ("tensor_parallel_size=2", "write trainer.strategy.tensor_parallel_size into the file of"),
+        ("moe.router_topk=3", "moe.router_topk=3: moe is None here, and has no fields"),
+    ],
+)
+def test_fields_that_the_model_has_not(
+    command: str, words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, layout = {"plan": (main, "--gpus 4"), "verify": (verify.main, "--layouts dp2")}[command]
+    arguments = words_of(f"--preset tiny {layout} --set", words)
+    assert run_command(run, arguments, command) == EXIT_WRONG_INPUT
+    assert told in capsys.readouterr().err
 
 
 def test_more_tensor_ranks_than_key_heads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
