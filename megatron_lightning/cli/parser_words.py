@@ -11,10 +11,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lightning.cli.given import Given, class_names
-from megatron_lightning.config.names import meant, remedy
+from megatron_lightning.config.names import ELSEWHERE, known_paths, meant, remedy
 from megatron_lightning.precision.policy import policy_for
 
 _TOP = ("trainer", "model", "data", "config", "seed_everything", "ckpt_path", "print_config")
+_SECTIONS = (
+    "model.config",
+    "data",
+    "trainer.strategy",
+    "model.optimizer",
+    "model.scheduler",
+    "trainer",
+    "model",
+)
+"""Where a name without a section is looked for; of several that have it the first is meant."""
+_WORDS = {"the Trainer's ": "trainer.", "the data module's ": "data."}
+"""What `ELSEWHERE` says of names in other sections, as the section."""
 _UNKNOWN = (
     r"Option '([^']+)' is not accepted",
     r"Group '([^']+)' does not accept option '([^']+)'",
@@ -96,12 +108,14 @@ def _unknown_paths(path: str, text: str) -> list[str]:
 
 
 def _no_such_option(path: str, given: Given) -> str:
-    head, _, name = path.rpartition(".")
     place = given.place(path)
+    path = path.replace("-", "_")  # as other programs write options
+    head, _, name = path.rpartition(".")
     before = "--" if place.startswith("--") else ""
     root, _, rest = path.partition(".")
     if root not in _TOP:
-        found = meant(root, _TOP)
+        found = meant(root, _TOP) if rest or root not in ELSEWHERE else []
+        found = found or ([] if rest else _of_a_section(root, given))
         end = f"{found[0]}.{rest}" if found and rest else found[0] if found else ""
         said = f"do you mean {before}{end}?" if end else f"there are {', '.join(_TOP)}"
         return f"{place}: there is no such option; {said}"
@@ -113,6 +127,23 @@ def _no_such_option(path: str, given: Given) -> str:
             return f"{place}: there is no such option; {end}"
         below, (head, _, name) = f".{name}{below}", head.rpartition(".")
     return f"{place}: there is no such option; `--help` lists them"
+
+
+def _of_a_section(name: str, given: Given) -> list[str]:
+    """The whole path that a bare name stands for, Megatron-LM's `--num-layers`; empty if none."""
+    own = ELSEWHERE.get(name, name)
+    for words, section in _WORDS.items():
+        if own.startswith(words):
+            return [section + own.removeprefix(words)]
+    paths = [
+        f"{section}.{path}"
+        for section in _SECTIONS
+        if (kind := given.kind_at(section)) is not None
+        for path in known_paths(kind)
+    ]
+    exact = [path for section in _SECTIONS for path in paths if path == f"{section}.{own}"]
+    prefixed = [path for path in paths if path.endswith(f".{name.replace('_', '.', 1)}")]
+    return [*exact, *prefixed, *meant(name, paths)][:1]
 
 
 def _no_such_class(path: str, name: str, given: Given) -> str:

@@ -1,6 +1,7 @@
 """Wrong options and files of `fit`: one message with path as typed, value and remedy."""
 
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_lightning.cli import convert, plan, trainer, verify
 from megatron_lightning.cli.errors import UserError
 from megatron_lightning.cli.given import Given, class_named
 from megatron_lightning.cli.parser_words import explain
+from megatron_lightning.config.names import ELSEWHERE, arguments_of
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,54 @@ def refusal(*arguments: str | Path) -> str:
 def test_unknown_option(option: str, value: str, told: str, fit_file: Path) -> None:
     message = refusal("fit", "--config", fit_file, f"--{option}", value)
     assert message == f"--{option}: there is no such option; {told}"
+
+
+BARE = {
+    "tensor-model-parallel-size": "trainer.strategy.tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size": "trainer.strategy.pipeline.virtual_pipeline_size",
+    "recompute-granularity": "trainer.strategy.recompute.mode",
+    "num-layers": "model.config.num_layers",
+    "seq-length": "data.seq_length",
+    "micro-batch-size": "data.micro_batch_size",
+    "train-iters": "trainer.max_steps",
+    "clip-grad": "trainer.gradient_clip_val",
+    "lr": "model.optimizer.lr",
+    "lr-warmup-iters": "model.scheduler.lr_warmup_steps",
+    "learning_rate": "model.optimizer.lr",
+    "num-experts": "model.config.moe.num_experts",
+    "moe-router-topk": "model.config.moe.router_topk",
+    "rope_theta": "model.config.rotary.base",
+    "num-layer": "model.config.num_layers",
+    "max_steps": "trainer.max_steps",
+    "sequence-parallel": "trainer.strategy.sequence_parallel",
+}
+
+
+def test_bare_names_of_other_programs(fit_file: Path) -> None:
+    words = [f"--{name}=1" for name in BARE]
+    lines = refusal("fit", "--config", fit_file, *words).splitlines()
+    there_is_none = "there is no such option; do you mean"
+    assert lines == [f"--{name}: {there_is_none} --{own}?" for name, own in BARE.items()]
+
+
+def test_every_bare_name_of_the_table_leads_to_an_option(fit_file: Path) -> None:
+    lines = refusal("fit", "--config", fit_file, *(f"--{name}=1" for name in ELSEWHERE))
+    given = Given([])
+    for name, line in zip(ELSEWHERE, lines.splitlines(), strict=True):
+        found = re.fullmatch(rf"--{name}: there is no such option; do you mean --([\w.]+)\?", line)
+        assert found is not None, line
+        head, _, last = found[1].rpartition(".")
+        assert last in arguments_of(given.kind_at(head)), line
+
+
+def test_other_spelling_of_a_whole_path(fit_file: Path) -> None:
+    typed = "--trainer.strategy.tensor-model-parallel-size"
+    told = refusal("fit", "--config", fit_file, typed, "2")
+    own = "--trainer.strategy.tensor_parallel_size"
+    assert told == f"{typed}: there is no such option; do you mean {own}?"
+    assert refusal("fit", "--config", fit_file, "--colour", "2").endswith(
+        "there are trainer, model, data, config, seed_everything, ckpt_path, print_config"
+    )
 
 
 def test_unknown_options_of_named_classes(fit_file: Path) -> None:
