@@ -17,9 +17,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from megatron_lightning.cli.errors import UserError, wrong_input
-from megatron_lightning.cli.fit_values import graph_problems, seed_problems
+from megatron_lightning.cli.fit_values import graph_problems, precision_problems, seed_problems
 from megatron_lightning.cli.given import Given, class_named, class_names
-from megatron_lightning.cli.parser_words import explain, precision_problem
+from megatron_lightning.cli.parser_words import explain
 from megatron_lightning.config.names import meant
 
 # Known by their short names on the command line because they are imported here.
@@ -119,10 +119,7 @@ def chosen_problems(chosen: Any, given: Given) -> list[str]:
             " trainer.accelerator to cpu, or to auto, which takes what there is"
         )
     problems += check_checkpoint_path(chosen.get("ckpt_path"))
-    if trainer.precision is not None:
-        problem = precision_problem(trainer.precision, given.place("trainer.precision"))
-        problems += [problem] if problem else []
-    return problems
+    return problems + precision_problems(trainer, given.place)
 
 
 def meant_strategy(name: str) -> str | None:

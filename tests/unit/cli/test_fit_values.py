@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_lightning.cli import trainer
+from megatron_lightning.cli import fit_values, trainer
 from megatron_lightning.cli.errors import UserError
 
 CONFIG = {
@@ -40,3 +40,26 @@ def test_cuda_graphs_on_the_cpu(file: Path) -> None:
     assert "set it to none, or trainer.accelerator to gpu" in message
     with pytest.raises(Exception, match="nowhere"):
         trainer.main(["validate", *options])
+
+
+@pytest.mark.parametrize("precision", ["16", "16-mixed"])
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+def test_half_precision_on_the_cpu(
+    precision: str,
+    accelerator: str,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before the Trainer says that it takes bfloat16 instead."""
+    monkeypatch.setattr(fit_values.CUDAAccelerator, "is_available", lambda: False)
+    options = ["--trainer.precision", precision, "--trainer.accelerator", accelerator]
+    for command in ("fit", "validate"):
+        with pytest.raises(UserError) as error:
+            trainer.main([command, "--config", str(file), *options])
+        told = f"--trainer.precision={precision!r} on the CPU, which has no float16 training: use"
+        assert str(error.value).startswith(told)
+    assert not [warning for warning in recwarn if "bf16-mixed" in str(warning.message)]
+    shown = capsys.readouterr()
+    assert "Using" not in shown.out + shown.err
