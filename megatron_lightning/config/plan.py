@@ -60,6 +60,9 @@ class Split:
     """For replicated parameters: what each rank's gradient is before it is reduced."""
     gather_output: bool = False
     """COLUMN only: all-gather the output's last dim, so that the caller sees the whole of it."""
+    parts: int = 0
+    """COLUMN only: equal parts of the dim, such as attention heads, that no rank may cut; the size
+    of the tensor axis must divide their number. 0: any place will do."""
 
     def __post_init__(self) -> None:
         if self.role is Role.EXPERT:
@@ -76,9 +79,11 @@ class Split:
             )
 
 
-def column(dim: int = 0, *, gather_output: bool = False) -> Split:
-    """Split output features (dim 0 of a plain weight, dim 1 of a gated [2, F, H] one)."""
-    return Split(role=Role.COLUMN, dim=dim, gather_output=gather_output)
+def column(dim: int = 0, *, gather_output: bool = False, parts: int = 0) -> Split:
+    """Split output features (dim 0 of a plain weight, dim 1 of a gated [2, F, H] one), between its
+    `parts` (heads) where they are given.
+    """
+    return Split(role=Role.COLUMN, dim=dim, gather_output=gather_output, parts=parts)
 
 
 def row(dim: int = 1) -> Split:

@@ -161,24 +161,31 @@ def _size_problems(
     allows: Callable[[int], bool],
 ) -> list[str]:
     """Dims that the size doesn't divide, with the sizes that divide all that are split."""
-    split_dims: list[tuple[NamedParameter, int]] = []
+    split_dims: list[tuple[NamedParameter, int, int]] = []
+    problems: list[str] = []
     for parameter in parameters:
         split, dims = plan.split_of(parameter.name), parameter.value.dim()
         if split.dim is None or split.role is Role.EXPERT or not -dims <= split.dim < dims:
             continue
-        if padding_multiple(parameter, split, plan) is None:
-            split_dims.append((parameter, split.dim))
-    common = math.gcd(*(parameter.value.shape[dim] for parameter, dim in split_dims))
-    uneven = [(p, dim) for p, dim in split_dims if p.value.shape[dim] % tensor_size]
+        extent = parameter.value.shape[split.dim]
+        if split.parts and extent % split.parts:
+            problems.append(
+                f"plan.splits: {parameter.name} of shape {tuple(parameter.value.shape)} can't have"
+                f" parts={split.parts} along dim {split.dim}, which they don't divide"
+            )
+        elif padding_multiple(parameter, split, plan) is None:
+            split_dims.append((parameter, split.dim, split.parts or extent))
+    common = math.gcd(*(count for _, _, count in split_dims))
+    uneven = [row for row in split_dims if row[2] % tensor_size]
     if not uneven:
-        return []
+        return problems
     fitting = [str(n) for n in range(1, min(common, 64) + 1) if common % n == 0 and allows(n)]
-    return [
+    return problems + [
         f"tensor_parallel_size={tensor_size}: {parameter.name} of shape"
-        f" {tuple(parameter.value.shape)} is split along dim {dim}, and"
-        f" {parameter.value.shape[dim]} isn't a multiple of it; sizes that fit:"
-        f" {', '.join(fitting)}"
-        for parameter, dim in uneven
+        f" {tuple(parameter.value.shape)} is split along dim {dim}"
+        f"{'' if count == parameter.value.shape[dim] else f' between {count} parts'}, and"
+        f" {count} isn't a multiple of it; sizes that fit: {', '.join(fitting)}"
+        for parameter, dim, count in uneven
     ]
 
 

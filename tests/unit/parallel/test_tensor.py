@@ -225,6 +225,29 @@ def test_all_violations_are_found_at_once() -> None:
     assert check_tensor_plan(Network(), ParallelPlan(splits=SPLITS), 4) == []
 
 
+@pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (4, True), (8, False)])
+def test_a_split_goes_between_heads(size: int, fits: bool) -> None:
+    """96 rows can be cut in eight, 4 heads of 24 rows can't."""
+    network = nn.ModuleDict({"qkv": nn.Linear(32, 96), "out": nn.Linear(32, 32)})
+    splits = {"qkv.weight": column(parts=4), "qkv.bias": follows(), "out.weight": row()}
+    plan = ParallelPlan(splits=splits | {"out.bias": replicated()})
+    problems = check_tensor_plan(network, plan, size)
+    assert problems == (
+        []
+        if fits
+        else [
+            "tensor_parallel_size=8: qkv.weight of shape (96, 32) is split along dim 0 between 4"
+            " parts, and 4 isn't a multiple of it; sizes that fit: 1, 2, 4"
+        ]
+    )
+
+
+def test_parts_divide_the_dim() -> None:
+    plan = ParallelPlan(splits={"weight": column(parts=5), "bias": follows()})
+    [problem] = check_tensor_plan(nn.Linear(32, 96), plan, 2)
+    assert "weight of shape (96, 32) can't have parts=5 along dim 0" in problem
+
+
 def test_what_every_layer_has_is_said_once_with_sizes_that_fit_all() -> None:
     layers = nn.Sequential(*(nn.Linear(8, 12, device="meta") for _ in range(80)))
     last = nn.Linear(12, 20, device="meta")
