@@ -88,3 +88,11 @@ def test_example_file(tmp_path: Path) -> None:
         *("--trainer.devices", "2", "--trainer.strategy.pipeline_parallel_size", "1"),
     )
     assert "val_loss" in shown
+    shown = run(  # more samples than one pass over the corpus has: the order must not be another one
+        tmp_path,
+        *("fit", "--config", config, "--ckpt_path", str(checkpoint)),
+        *("--trainer.max_steps", "160", "--trainer.limit_train_batches", "6"),
+        *("--trainer.max_epochs", "1", "--trainer.limit_val_batches", "0"),
+        *("--trainer.devices", "2", "--trainer.strategy.pipeline_parallel_size", "1"),
+    )
+    assert "order of the training samples" not in shown
