@@ -88,7 +88,8 @@ def test_example_file(tmp_path: Path) -> None:
         *("--trainer.devices", "2", "--trainer.strategy.pipeline_parallel_size", "1"),
     )
     assert "val_loss" in shown
-    shown = run(  # more samples than one pass over the corpus has: the order must not be another one
+    # More samples than one pass over the corpus has: the order must not be another one.
+    shown = run(
         tmp_path,
         *("fit", "--config", config, "--ckpt_path", str(checkpoint)),
         *("--trainer.max_steps", "160", "--trainer.limit_train_batches", "6"),
