@@ -32,6 +32,7 @@ _UNKNOWN = (
     r"Group '([^']+)' does not accept option '([^']+)'",
     r"Subcommand '[^']+' does not accept option '([^']+)'",
 )
+_REQUIRED = r"the following arguments are required: (.+)"
 _NO_CLASS = r"Expected a dot import path string: (.+)|Problem with given class_path '(.+)':"
 _OF_CLASSES = r"module '.*' has no attribute '.*'|No module named '.*'|Import path .* not "
 _NONE = "<class 'NoneType'>"
@@ -60,6 +61,8 @@ def explain(message: str, given: Given) -> str | None:
         unknown = _unknown_paths(path, text)
         if unknown:
             told += [_no_such_option(one, given) for one in unknown]
+        elif found := re.fullmatch(_REQUIRED, text):
+            told.append(_missing(path, found[1].split(", "), given))
         elif found := re.match(_NO_CLASS, text):
             told.append(_no_such_class(path, found[1] or found[2], given))
         elif found := re.fullmatch(r"Expected a (.+?)(\. Got value: .*)?", text):
@@ -127,6 +130,17 @@ def _no_such_option(path: str, given: Given) -> str:
             return f"{place}: there is no such option; {end}"
         below, (head, _, name) = f".{name}{below}", head.rpartition(".")
     return f"{place}: there is no such option; `--help` lists them"
+
+
+def _missing(path: str, names: Sequence[str], given: Given) -> str:
+    """What is required and not given, with the ways to give it."""
+    missing = f"{path}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} not given"
+    option = f"--{path}.{names[0]}{' and so on' if len(names) > 1 else ''}"
+    if given.files:
+        return f"{missing}; add to the file of --config, or give {option}"
+    other = {"model": "data", "data": "model"}.get(path.partition(".")[0])
+    also = f" (likewise --{other}.NAME)" if other is not None else ""
+    return f"{missing}; give --config FILE with trainer, model and data, or {option}{also}"
 
 
 def _of_a_section(name: str, given: Given) -> list[str]:

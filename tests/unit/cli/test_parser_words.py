@@ -119,6 +119,26 @@ def test_every_bare_name_of_the_table_leads_to_an_option(fit_file: Path) -> None
         assert last in arguments_of(given.kind_at(head)), line
 
 
+def test_what_is_required_and_not_given(fit_file: Path, tmp_path: Path) -> None:
+    assert refusal("fit") == (
+        "model: config.vocab_size, config.num_layers, config.hidden_size,"
+        " config.num_attention_heads are not given; give --config FILE with trainer, model and"
+        " data, or --model.config.vocab_size and so on (likewise --data.NAME)"
+    )
+    preset = ("--model", "megatron_lightning.cli.presets.gpt_preset", "--model.preset", "tiny")
+    assert refusal("validate", *preset, "--data.paths", "x").startswith(
+        "data: seq_length, micro_batch_size, global_batch_size are not given; give --config FILE"
+    )
+    content = yaml.safe_load(fit_file.read_text())
+    del content["model"]["config"]["num_layers"]
+    path = tmp_path / "short.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert refusal("fit", "--config", path) == (
+        "model: config.num_layers is not given; add to the file of --config, or give"
+        " --model.config.num_layers"
+    )
+
+
 def test_other_spelling_of_a_whole_path(fit_file: Path) -> None:
     typed = "--trainer.strategy.tensor-model-parallel-size"
     told = refusal("fit", "--config", fit_file, typed, "2")
