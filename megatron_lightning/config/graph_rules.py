@@ -8,8 +8,8 @@ from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
 
 REFUSE_UNTRIED = True
 """Whether what is built, and equal on the CPU to runs without graphs, but has never been recorded
-on GPUs is refused: compiled layers with tensor parallelism. False in the test that records them
-(tests/gpu/test_cuda_graphs.py).
+on GPUs is refused: compiled layers with tensor or expert parallelism, and experts split over tensor
+ranks. False in the test that records them (tests/gpu/test_cuda_graphs.py).
 """
 
 
@@ -77,6 +77,18 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             f"compile_layers=True and tensor_parallel_size={config.tensor_parallel_size}",
             "collectives of compiled layers have never been recorded on GPUs",
             "set compile_layers=False",
+        ),
+        (
+            REFUSE_UNTRIED and config.runtime.compile_layers and config.expert_parallel_size > 1,
+            f"compile_layers=True and expert_parallel_size={config.expert_parallel_size}",
+            "collectives of compiled layers have never been recorded on GPUs",
+            "set compile_layers=False",
+        ),
+        (
+            REFUSE_UNTRIED and (config.expert_tensor_parallel_size or 1) > 1,
+            f"expert_tensor_parallel_size={config.expert_tensor_parallel_size}",
+            "their collectives have never been recorded on GPUs",
+            "set expert_tensor_parallel_size=1",
         ),
     )
     return [

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MARKED_BATCHES, MARK_EVERY = 4, 64
 """Batches at the start of each pass, and every how many later, that the ranks of one model copy
-compare: the first ones before their gradients are used, later ones with the batch after them.
+compare: the first ones before their gradients are used (after a resume within a pass too), later
+ones with the batch after them.
 """
 
 
@@ -65,6 +66,8 @@ class Steps:
         )
         """Runs micro-batches through this rank's stages."""
         self._begun_mark: Callable[[], int] | None = None
+        self._seen = 0
+        """Batches of all passes."""
         self.runner.loss_scale = lambda: strategy.loss_scale
 
     def train(
@@ -119,18 +122,22 @@ class Steps:
         self._strategy.saves.state_changes()
 
     def _mark(self, batch: Any, args: tuple[Any, ...]) -> int | None:
-        """What ranks of one model copy compare. Reading it makes the host wait for the device: on
-        the first batches at once, later with the next batch, when the device has long computed it.
+        """What ranks of one model copy compare. Reading it makes the host wait for the device: at
+        once on the first batches of a pass or of this set-up, later with the next batch of any
+        pass, where it waits at most until the batch before has begun.
         """
         if self._strategy.config.model_parallel_size == 1:
             return None
-        index = args[0] if args else 0
+        index = args[0] if args else self._seen  # a step function may leave the index out
         begun, self._begun_mark = self._begun_mark, None
-        if index < MARKED_BATCHES:
-            return fingerprint(batch)
+        earlier = None if begun is None else begun()
+        first = min(index, self._seen) < MARKED_BATCHES
+        self._seen += 1
+        if first:
+            return (fingerprint(batch) + (earlier or 0)) % (1 << 62)
         if index % MARK_EVERY == 0:
             self._begun_mark = begin_fingerprint(batch)
-        return None if begun is None else begun()
+        return earlier
 
     def _split(self, batch: Any) -> list[MicroBatch]:
         """This rank's micro-batches: of the batch's samples, with its slice of the sequence."""

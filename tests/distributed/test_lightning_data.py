@@ -355,18 +355,49 @@ class Late(Net):
 
 def another_batch(case: Case) -> dict[str, Any]:
     steps.MARK_EVERY = LATE
-    return case.fit(module=Late(), batches=LATE + 2)
+    return case.fit(module=Late(), batches=LATE + 2, validate=False)
 
 
-def another_batch_at_the_end(case: Case) -> dict[str, Any]:
+def another_batch_before_validation(case: Case) -> dict[str, Any]:
     steps.MARK_EVERY = LATE
     return case.fit(module=Late(), batches=LATE + 1)
 
 
+def another_batch_at_the_end(case: Case) -> dict[str, Any]:
+    steps.MARK_EVERY = LATE
+    return case.fit(module=Late(), batches=LATE + 1, validate=False)
+
+
 @pytest.mark.parametrize("layout", ["tp", "pp"])
 def test_a_later_batch_is_compared_with_the_one_after_it(layout: str, tmp_path: Any) -> None:
-    """So that nobody waits for the device; of a pass' last batch nobody hears any more."""
+    """So that nobody waits for the device; of the very last batch nobody hears any more."""
     size = LAYOUTS[layout][0]
-    with pytest.raises(RankError, match="ranks of one model copy got different batches"):
-        run_ranks_fresh(run_all, size, layout, [another_batch], str(tmp_path), timeout=60)
+    for scenario in (another_batch, another_batch_before_validation):
+        with pytest.raises(RankError, match="ranks of one model copy got different batches"):
+            run_ranks_fresh(run_all, size, layout, [scenario], str(tmp_path), timeout=60)
     run_ranks_fresh(run_all, size, layout, [another_batch_at_the_end], str(tmp_path), timeout=60)
+
+
+class WithoutIndex(Late):
+    """A step function without the batch's index."""
+
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def another_batch_without_index(case: Case) -> dict[str, Any]:
+    marked, inner = [], steps.fingerprint
+
+    def counted(batch: Any) -> int:
+        marked.append(batch)
+        return inner(batch)
+
+    steps.fingerprint = counted
+    case.fit(module=WithoutIndex(), batches=LATE + 2, validate=False)
+    return {"at once": len(marked)}
+
+
+def test_without_an_index_the_first_batches_are_compared_at_once(tmp_path: Any) -> None:
+    ranks = run_ranks_fresh(run_all, 2, "tp", [another_batch_without_index], str(tmp_path))
+    for rank in ranks:
+        assert rank["another_batch_without_index"]["at once"] == steps.MARKED_BATCHES

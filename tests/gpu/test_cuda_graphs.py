@@ -119,6 +119,9 @@ def test_training_is_that_without_graphs(case: str) -> None:
         float32 = CASES[case].get("precision") == "32-true"
         assert_same_training(found, wanted[0], torch.float32 if float32 else torch.bfloat16)
         return
+    again = run_ranks_fresh(train, ranks, run_of(case, "none"), timeout=280)
+    if again[0]["losses"] == wanted[0]["losses"]:  # nothing but graphs could make a difference
+        assert same
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got["losses"], want["losses"], rtol=2e-3, atol=0)
         torch.testing.assert_close(got["norms"], want["norms"], rtol=2e-2, atol=0)

@@ -22,6 +22,8 @@ from tests.layout_runs import Batches, Run, global_batch, make_strategy, tiny_co
 
 pytestmark = pytest.mark.gpu
 
+_synchronize = torch.cuda.Event.synchronize
+
 
 def with_positions(run: Run, index: int) -> dict[str, Tensor]:
     batch = global_batch(Run(config=run.config), index)
@@ -46,12 +48,19 @@ class Watch(L.Callback):
         if index == self.begin + 3:
             torch.cuda.set_sync_debug_mode("default")
 
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """In place of `Event.synchronize`, of which torch says nothing."""
+        if torch.cuda.get_sync_debug_mode() and not event.query():
+            self.note()
+        _synchronize(event)
+
+    def note(self) -> None:
+        here = [f for f in traceback.extract_stack() if "site-packages/torch/" not in f.filename]
+        self.waits.append(" < ".join(f"{f.filename}:{f.lineno}" for f in here[-5:-2][::-1]))
+
     def show(self, message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            here = [
-                f for f in traceback.extract_stack() if "site-packages/torch/" not in f.filename
-            ]
-            self.waits.append(" < ".join(f"{f.filename}:{f.lineno}" for f in here[-4:-1][::-1]))
+            self.note()
 
 
 def watched(rank: int, world_size: int, run: Run, accumulate: int) -> list[str]:
@@ -64,6 +73,7 @@ def watched(rank: int, world_size: int, run: Run, accumulate: int) -> list[str]:
     graphed = run.layout.get("runtime", RuntimeConfig()).cuda_graphs != "none"
     steps.MARK_EVERY = 5  # a batch that is watched is compared by the ranks of a model copy
     watch = Watch(8 if graphed else steps.MARKED_BATCHES)  # when graphs are there
+    torch.cuda.Event.synchronize = lambda event: watch.synchronize(event)  # type: ignore[assignment]
     trainer = L.Trainer(
         strategy=make_strategy(run.layout),
         callbacks=[watch],

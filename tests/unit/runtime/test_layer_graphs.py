@@ -328,6 +328,14 @@ def test_what_changes_behind_a_recording_is_noticed(
         ),
         (
             dict(
+                expert_parallel_size=2,
+                runtime=RuntimeConfig(cuda_graphs="layers", compile_layers=True),
+            ),
+            "compile_layers=True and expert_parallel_size=2",
+        ),
+        (dict(expert_tensor_parallel_size=2), "expert_tensor_parallel_size=2"),
+        (
+            dict(
                 tensor_parallel_size=2,
                 sequence_parallel=True,
                 runtime=RuntimeConfig(cuda_graphs="layers", overlap_tensor_parallel=True),
@@ -352,7 +360,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], names: st
     "changes",
     [
         dict(tensor_parallel_size=2, sequence_parallel=True),
-        dict(expert_parallel_size=2, expert_tensor_parallel_size=2),
+        dict(expert_parallel_size=2),
     ],
 )
 def test_tensor_and_expert_parallelism_have_them(changes: dict[str, Any]) -> None:
