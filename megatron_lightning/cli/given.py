@@ -50,12 +50,23 @@ class Given:
 
     def place(self, path: str) -> str:
         """`--a.b` for an option, `FILE: a.b` for what stands in a file, else the path itself."""
-        if any(name == path or name.startswith(f"{path}.") for name, _ in self.options):
+        if any(f"{name.rstrip('+')}.".startswith(f"{path}.") for name, _ in self.options):
             return f"--{path}"
         for file, content in reversed(self.files.items()):
             if _within(content, path) is not None:
                 return f"{file}: {path}"
         return path
+
+    def place_of_class(self, path: str, name: str) -> str:
+        """The same where a class is named at `path`, of several the one that names `name`."""
+        for option, value in reversed(self.options):
+            is_there = option.rstrip("+") in (path, f"{path}.class_path")
+            if is_there and value is not None and name in value:
+                return f"--{option}"
+        for file, content in reversed(self.files.items()):
+            if name in _class_paths(_within(content, path)):
+                return f"{file}: {path}"
+        return self.place(path)
 
     def value(self, path: str) -> Any:
         """What was given at `path`; None if nothing."""
@@ -120,6 +131,13 @@ def _within(content: Any, path: str) -> Any:
             return None
         content = content[name]
     return content
+
+
+def _class_paths(content: Any) -> list[str]:
+    """Classes that a section names: as text, by `class_path`, or some in a list."""
+    entries = content if isinstance(content, list) else [content]
+    named = (one.get("class_path") if isinstance(one, Mapping) else one for one in entries)
+    return [one for one in named if isinstance(one, str)]
 
 
 def class_names(section: str) -> Sequence[str]:

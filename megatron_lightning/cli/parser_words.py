@@ -35,6 +35,11 @@ _UNKNOWN = (
 _REQUIRED = r"the following arguments are required: (.+)"
 _NO_CLASS = r"Expected a dot import path string: (.+)|Problem with given class_path '(.+)':"
 _OF_CLASSES = r"module '.*' has no attribute '.*'|No module named '.*'|Import path .* not "
+_NO_SUBCLASS = r"Import path does not correspond to a subclass of (\w+)"
+_OF_SUBCLASSES = (
+    r"Not a valid subclass of |Subclass types expect one of:|a class path \(str\)|a dict with"
+)
+"""Stands below a class that there is not, in a list; alone it is about one of another kind."""
 _NONE = "<class 'NoneType'>"
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Precisions by the short names that Lightning takes too."""
@@ -57,6 +62,7 @@ def explain(message: str, given: Given) -> str | None:
     """The message in other words; None if a part of it is of no known form."""
     told: list[str] = []
     expected: dict[str, list[str]] = {}
+    is_other_kind = False
     for path, text in _lines(message):
         unknown = _unknown_paths(path, text)
         if unknown:
@@ -67,8 +73,16 @@ def explain(message: str, given: Given) -> str | None:
             told.append(_no_such_class(path, found[1] or found[2], given))
         elif found := re.fullmatch(r"Expected a (.+?)(\. Got value: .*)?", text):
             expected.setdefault(path, []).append(found[1])
+        elif found := re.fullmatch(_NO_SUBCLASS, text):
+            sentence = _no_subclass(path, found[1], given)
+            told += [sentence] if sentence else []
+            is_other_kind = True
+        elif re.match(_OF_SUBCLASSES, text):
+            is_other_kind = True
         elif not re.match(_OF_CLASSES, text):
             return None
+    if is_other_kind and not told:
+        return None
     for path, kinds in expected.items():
         if told or any(other.startswith(f"{path}.") for other in expected):
             continue  # the other forms that a union allows
@@ -165,7 +179,14 @@ def _no_such_class(path: str, name: str, given: Given) -> str:
     is_near = not home or home.partition(".")[0] in ("lightning", "megatron_lightning")
     near = meant(last, class_names(path)) if is_near else []
     end = f"do you mean {near[0]}?" if near else "give its whole path, package.module.Class"
-    return f"{given.place(path)}={name!r}: there is no such class; {end}"
+    return f"{given.place_of_class(path, name)}={name!r}: there is no such class; {end}"
+
+
+def _no_subclass(path: str, base: str, given: Given) -> str | None:
+    value = given.value(f"{path}+") or given.value(path)
+    if not isinstance(value, str):
+        return None
+    return f"{given.place_of_class(path, value)}={value!r}: is no {base}; name a class that is one"
 
 
 def _other_kind(path: str, kinds: Sequence[str], given: Given) -> str | None:

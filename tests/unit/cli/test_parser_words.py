@@ -158,6 +158,34 @@ def test_unknown_options_of_named_classes(fit_file: Path) -> None:
     assert refusal(*fit, *preset, "--model.presets", "x").endswith("do you mean --model.preset?")
 
 
+def test_where_a_class_is_named_that_there_is_not(fit_file: Path, tmp_path: Path) -> None:
+    """Not the file for what was typed, nor an option for what stands in the file."""
+    content = yaml.safe_load(fit_file.read_text())
+    known = "megatron_lightning.callbacks.ExpertHealth"
+    content["trainer"]["callbacks"] = [{"class_path": known}]
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(yaml.safe_dump(content))
+    content["trainer"]["callbacks"] = [{"class_path": known.replace("Health", "Helth")}]
+    bad.write_text(yaml.safe_dump(content))
+    told = "='megatron_lightning.callbacks.ExpertHelth': there is no such class; do you mean Exp"
+    typed = "--trainer.callbacks+=megatron_lightning.callbacks.ExpertHelth"
+    assert refusal("fit", "--config", good, typed).startswith(f"--trainer.callbacks+{told}")
+    kept = "--trainer.callbacks+=megatron_lightning.callbacks.TokenLedger"
+    assert refusal("fit", "--config", bad, kept).startswith(f"{bad}: trainer.callbacks{told}")
+    found = refusal("fit", "--config", good, "--trainer.logger.class_path", "CSVLoger")
+    assert found == (
+        "--trainer.logger.class_path='CSVLoger': there is no such class; do you mean CSVLogger?"
+    )
+    for option, base in (("trainer.callbacks+", "Callback"), ("model", "LightningModule")):
+        assert refusal("fit", "--config", good, f"--{option}=torch.nn.Linear") == (
+            f"--{option}='torch.nn.Linear': is no {base}; name a class that is one"
+        )
+    content["model"] = {"class_path": "GPTModl", "init_args": content["model"]}
+    bad.write_text(yaml.safe_dump(content))
+    found = refusal("fit", "--config", bad, "--model.config.num_layers", "3")
+    assert found.startswith(f"{bad}: model='GPTModl': there is no such class; do you mean GPTMod")
+
+
 @pytest.mark.parametrize(
     ("section", "told"),
     [
@@ -285,6 +313,9 @@ def test_config_file_that_is_a_folder(tmp_path: Path) -> None:
 def test_message_of_an_unknown_form_stays() -> None:
     given = Given(["fit"])
     assert explain("unrecognized arguments: extra", given) is None
+    of_another_kind = 'Parser key "trainer.callbacks":\n  - Not a valid subclass of Callback'
+    expected = "  - Expected a <class 'NoneType'>"
+    assert explain(f"{of_another_kind}\n{expected}", Given(["--trainer.callbacks+=x.Y"])) is None
     assert explain("Parser key \"model\":\n  - Unable to load config '{a:'", given) is None
 
 
