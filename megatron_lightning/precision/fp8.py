@@ -196,8 +196,9 @@ class FP8RowRecipe(TensorRecipe):
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Recipe.product`. The sum comes out in bfloat16, which every device has."""
-        result = _scaled(a, b, torch.bfloat16, forward=forward)
-        if out is not None:
+        direct = out if dtype is torch.bfloat16 else None
+        result = _scaled(a, b, torch.bfloat16, forward=forward, out=direct)
+        if out is not None and direct is None:
             return out.copy_(result)
         return result if dtype is torch.bfloat16 else result.to(dtype)
 

@@ -154,6 +154,7 @@ def _turns_of_eight_bits(rank: int, size: int, directory: str) -> None:
     try:
         exchange = _exchange(axis, directory, writes=False)
         exchange.part_bytes = 1024
+        late = random.Random(rank)
         for number in range(10):
             generator = torch.Generator().manual_seed(number)
             x, *weights = (
@@ -165,9 +166,12 @@ def _turns_of_eight_bits(rank: int, size: int, directory: str) -> None:
             assert turned is not None
             assert factor is not None
             own = Operand(itself.values.chunk(size)[rank], itself.scale)
+            time.sleep(late.random() * 0.004)
             y = eight_bits.gather_product(recipe, own, factor, dtype, exchange)
             assert torch.equal(y, recipe.product(itself, factor, dtype, forward=True))
+            time.sleep(late.random() * 0.004)
             z = eight_bits.product_scatter(recipe, itself, factor, dtype, exchange)
+            time.sleep(late.random() * 0.004)
             turn = exchange.begin(16, 16, dtype)
             part = Operand(turned.values.chunk(size, 1)[rank].contiguous(), turned.scale)
             eight_bits.begin_gather_transposed(turn, part)

@@ -193,8 +193,9 @@ def _of_whole(
     if exchange is None:
         whole = all_gather(part, products.tensor_axis, 0)
         return products.gradient(whole, wanted, noise, parts)
+    part = part.contiguous()  # before the turn begins: what is moved follows what came before
     turn = exchange.begin(part.shape[0], part.shape[1], part.dtype)
-    turn.gather(part.contiguous(), joins=True)
+    turn.gather(part, joins=True)
     pair = products.gradient(turn.whole(), wanted, noise, parts)
     turn.end()
     return pair

@@ -62,6 +62,8 @@ def partial_sums(
     scales = [scale] * axis.size
     if scale is not None and scale.dim():
         scales = list(scale.chunk(axis.size))
+        if len(parts[0]) % 4:  # cuBLAS wants each to begin at a multiple of 16 bytes
+            scales = [one.clone() for one in scales]
 
     def multiply(part: int) -> Tensor:
         return recipe.product(Operand(parts[part], scales[part]), factor, dtype, forward=forward)
