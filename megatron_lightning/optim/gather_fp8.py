@@ -2,8 +2,8 @@
 
 Each such weight has the scale that its layer would take, of the largest value of what this tensor
 rank holds of it. What arrives is put into the parameters' memory in their own dtype, which holds
-E4M3 times a power of two exactly: the layer then rounds to the same eight bits as from a weight
-gathered whole.
+E4M3 times a power of two exactly: the layer then rounds to the same numbers as from a weight
+gathered whole (by the next scale, if the largest value was rounded down to half of the range).
 """
 
 from __future__ import annotations

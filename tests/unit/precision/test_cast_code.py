@@ -1,6 +1,7 @@
 """What Triton makes of the casts, compiled for compute capability 9.0 without a GPU: tiles change
 threads as numbers of 16 bits or as words, never as bytes, which ptxas 12.9 gets wrong
-(triton-lang/triton issue 11111; the interpreter can't show it).
+(triton-lang/triton issue 11111; the interpreter can't show it). And of searches for largest values:
+they take the larger of two numbers by the instruction that keeps NaN.
 """
 
 import re
@@ -14,9 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_lightning.layers.kernels import gated_silu_fp8
+from megatron_lightning.layers.kernels import gated_silu_fp8, gated_silu_largest
 from megatron_lightning.precision.kernels import (
     choices,
+    fp8,
     fp8_blocks,
     fp8_stacks,
     fp8_tiles,
@@ -46,6 +48,7 @@ def code(kernel, types, constants, warps=choices.CAST.warps):
     )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
     print(made.asm["ttgir"])
+    return made
 
 
 for out in ("*fp8e4nv", "*fp8e5"):
@@ -66,14 +69,52 @@ for out in ("*fp8e4nv", "*fp8e5"):
 for words in (False, True):
     many = dict(element=triton.language.bfloat16, words=words, **TILE)
     code(fp8_weights._cast_many, TABLE, many)
+
+
+def search(kernel, types, constants, warps):
+    made = code(kernel, types, constants, warps)
+    print("search", kernel.__name__, made.asm["ptx"], "end", sep="\\n")
+
+
+for x in ("*bf16", "*fp32"):
+    span, warps = choices.LARGEST.block, choices.LARGEST.warps
+    search(fp8._largest, dict(x=x, parts="*fp32", count="i32"), dict(span=span), warps)
+many = dict(table="*i64", member_of="*i32", chunk_of="*i32", found="*fp32", spans="i32")
+of_many = dict(element=triton.language.bfloat16, span=fp8_weights._SPAN)
+search(fp8_weights._largest_of_many, many, of_many, fp8_weights._WARPS)
+gate = dict(grad="*bf16", inner="*bf16", parts="*fp32", width="i32", rows="i32")
+gate |= dict(product="*bf16", grad_inner="*bf16")
+block = dict(block=gated_silu_largest._BLOCK, places=1024)
+search(gated_silu_largest._forward, gate, block, gated_silu_largest._WARPS)
+search(gated_silu_largest._backward, gate, block, gated_silu_largest._WARPS)
+spans = choices.GATE_LARGEST
+search(gated_silu_fp8._largest_gradient, gate, dict(block=spans.block), spans.warps)
 """
 
 
-def test_tiles_never_change_threads_as_bytes() -> None:
+@pytest.fixture(scope="module")
+def told() -> str:
+    """What the program prints."""
     pytest.importorskip("triton", reason="triton compiles the kernels")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    changed = re.findall(r"ttg\.convert_layout .*: tensor<[0-9x]*x(\w+), ", done.stdout)
-    assert done.stdout.count("module attributes") == 20
+    return done.stdout
+
+
+def test_tiles_never_change_threads_as_bytes(told: str) -> None:
+    changed = re.findall(r"ttg\.convert_layout .*: tensor<[0-9x]*x(\w+), ", told)
+    assert told.count("module attributes") == 26
     assert {"bf16", "i32"} <= set(changed)
     assert not [kind for kind in changed if kind.startswith("f8") or kind == "i8"]
+
+
+def test_searches_keep_what_is_not_a_number(told: str) -> None:
+    searches = re.findall(r"^search\n(\w+)\n(.*?)^end$", told, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in searches] == [
+        *("_largest", "_largest", "_largest_of_many"),
+        *("_forward", "_backward", "_largest_gradient"),
+    ]
+    for name, code in searches:
+        larger = set(re.findall(r"\bmax\.[\w.]*f(?:32|16|16x2)\b", code))
+        assert larger, name
+        assert all(".NaN" in each for each in larger), (name, larger)
