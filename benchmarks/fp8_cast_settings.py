@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -36,51 +37,73 @@ GATES = {"a": (16384, 8192), "b": (8192, 14336)}
 """Rows and width of the gradient of SwiGLU's product."""
 TINY = {"tiny": {"a matrix": (64, 128, 1), "another": (48, 256, 1)}}
 
-CASTS = [
-    choices.CAST,
-    *(
-        Tiles(height=height, width=width, warps=warps, words=True)
-        for height, width, warps in (
-            (64, 128, 4),
-            (128, 64, 4),
-            (64, 128, 8),
-            (128, 128, 8),
-            (64, 64, 4),
-            (128, 64, 8),
-            (32, 128, 4),
-        )
-    ),
-    replace(choices.CAST, words=True, by_columns=False, backwards=False),
-    replace(choices.CAST, height=128, width=128, warps=8),
-    replace(choices.CAST, height=64, width=64),
-]
-GATE_CASTS = [
-    choices.GATE_CAST,
-    *(
-        Tiles(height=height, width=width, warps=warps, words=words)
-        for height, width, warps, words in (
-            (64, 64, 4, True),
-            (64, 64, 8, True),
-            (64, 128, 8, True),
-            (128, 64, 8, True),
-            (64, 64, 8, False),
-            (64, 128, 8, False),
-        )
-    ),
-]
-GATE_SPANS = [
-    choices.GATE_LARGEST,
-    Spans(block=1024, warps=4, programs=8448),
-    Spans(block=2048, warps=4, programs=1056),
-    Spans(block=2048, warps=8, programs=1056),
-]
-SPANS = [
-    choices.LARGEST,
-    Spans(block=4096, warps=8, programs=1056),
-    Spans(block=4096, warps=8, programs=528),
-    Spans(block=2048, warps=4, programs=2112),
-    Spans(block=8192, warps=16, programs=264),
-]
+PLAIN = Tiles(height=64, width=128, warps=4, words=False)
+"""Of a cast whose results the others must give."""
+
+
+def unique(settings: Iterable[Any]) -> list[Any]:
+    """Each once, in order."""
+    return list(dict.fromkeys(settings))
+
+
+# Present choices come first, then those that the kernels began with, which may be the same.
+CASTS: list[Tiles] = unique(
+    [
+        choices.CAST,
+        PLAIN,
+        *(
+            Tiles(height=height, width=width, warps=warps, words=True)
+            for height, width, warps in (
+                (64, 128, 4),
+                (128, 64, 4),
+                (64, 128, 8),
+                (128, 128, 8),
+                (64, 64, 4),
+                (128, 64, 8),
+                (32, 128, 4),
+            )
+        ),
+        replace(PLAIN, words=True, by_columns=False, backwards=False),
+        replace(PLAIN, height=128, width=128, warps=8),
+        replace(PLAIN, height=64, width=64),
+    ]
+)
+GATE_CASTS: list[Tiles] = unique(
+    [
+        choices.GATE_CAST,
+        *(
+            Tiles(height=height, width=width, warps=warps, words=words)
+            for height, width, warps, words in (
+                (64, 64, 4, False),
+                (64, 64, 4, True),
+                (64, 64, 8, True),
+                (64, 128, 8, True),
+                (128, 64, 8, True),
+                (64, 64, 8, False),
+                (64, 128, 8, False),
+            )
+        ),
+    ]
+)
+GATE_SPANS: list[Spans] = unique(
+    [
+        choices.GATE_LARGEST,
+        Spans(block=1024, warps=4, programs=2112),
+        Spans(block=1024, warps=4, programs=8448),
+        Spans(block=2048, warps=4, programs=1056),
+        Spans(block=2048, warps=8, programs=1056),
+    ]
+)
+SPANS: list[Spans] = unique(
+    [
+        choices.LARGEST,
+        Spans(block=8192, warps=8, programs=1024),
+        Spans(block=4096, warps=8, programs=1056),
+        Spans(block=4096, warps=8, programs=528),
+        Spans(block=2048, warps=4, programs=2112),
+        Spans(block=8192, warps=16, programs=264),
+    ]
+)
 
 
 def name_of(setting: Any) -> str:
@@ -97,34 +120,39 @@ def name_of(setting: Any) -> str:
 
 
 def best_over(rows: Mapping[str, Any], settings: list[Any], passes: int) -> tuple[Any, float]:
-    """The setting that is best over a step, and the milliseconds that it saves."""
+    """The setting that is best over a step, and the milliseconds that it saves: not a number if the
+    present one is wrong. ValueError if none was timed in every row.
+    """
     sums = {}
     for setting in settings:
         name = name_of(setting)
         if all(name in row["times"] for row in rows.values()):
             sums[name] = sum(row["times"][name] * row["count"] for row in rows.values()) * passes
+    if not sums:
+        raise ValueError(f"none of {len(settings)} settings was timed in all rows: more --seconds")
     name = min(sums, key=sums.__getitem__)
     best = next(each for each in settings if name_of(each) == name)
-    return best, sums[name_of(settings[0])] - sums[name]
+    return best, sums.get(name_of(settings[0]), math.nan) - sums[name]
 
 
 def advice(shape: str, found: Mapping[str, Any]) -> Iterator[str]:
     """Lines of `choices.py` that are best for a shape, and what they save of a step."""
     passes = PASSES.get(shape, 1)
     best, saved = best_over(found["casts"], CASTS, passes)
-    yield f"CAST = {best}  # {saved:+.2f} ms a step less"
+    if found["weights"]:
+        yield f"CAST = {best}  # {saved:+.2f} ms a step less"
+    else:
+        yield f"CAST = {PLAIN}  # weights cast together are WRONG with {name_of(best)}"
     best, saved = best_over(found["searches"], SPANS, passes)
     yield f"LARGEST = {best}  # {saved:+.2f} ms a step less, were all searched so"
     name = name_of(best)
-    rows = [row for row in found["searches"].values() if COMPILED in row["times"]]
-    saved = sum(
-        (row["times"][COMPILED] - row["times"][name]) * row["count"]
-        for row in rows
-        if name in row["times"]
-    )
-    yield f"SEARCHES_FOREIGN = {saved > 0}  # {saved * passes:+.2f} ms a step less"
+    rows = list(found["searches"].values())
+    if all(COMPILED in row["times"] and name in row["times"] for row in rows):
+        saved = sum((row["times"][COMPILED] - row["times"][name]) * row["count"] for row in rows)
+        yield f"SEARCHES_FOREIGN = {saved > 0}  # {saved * passes:+.2f} ms a step less"
     gate = found["gates"]
     if "whole" not in gate:
+        yield "GATE_CASTS = False  # casts of what is computed are WRONG"
         return
     of_parts, of_casts = gate["largest"], gate["cast"]
     saved = (gate["whole"]["written"] - gate["whole"]["cast as it is computed"]) * passes

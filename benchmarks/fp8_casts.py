@@ -5,8 +5,9 @@
 The matrices are those of shapes (a) and (b) of `shapes.py`: inputs and gradients of all linear
 layers. Each kernel is timed alone, with nothing of its matrix in the cache, as the median of some
 calls; `share` is the time of a copy of the same bytes in this process over its own. Results of
-every setting must be, bit for bit, those of the present one; else it is told as WRONG, and left
-out. What is best over a step is printed as the lines of
+every setting must be, bit for bit, those of one with nothing clever, in both formats; else it is
+told as WRONG, and left out. So must weights that are cast together with the setting that is best.
+What is best over a step is printed as the lines of
 `megatron_lightning/precision/kernels/choices.py`.
 
 `--write a` puts those of shape (a) into that file. `--seconds` ends it early; settings left out are
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from fp8_cast_settings import (
@@ -34,6 +36,7 @@ from fp8_cast_settings import (
     GATE_SPANS,
     GATES,
     MATRICES,
+    PLAIN,
     SPANS,
     TINY,
     advice,
@@ -47,8 +50,12 @@ from megatron_lightning.layers.kernels import gated_silu_fp8, gated_silu_largest
 from megatron_lightning.precision.formats import FP8_DTYPES, FP8_MAX
 from megatron_lightning.precision.kernels import choices, fp8, fp8_tiles
 from megatron_lightning.precision.kernels.choices import Spans, Tiles
+from megatron_lightning.precision.weight_casts import WeightCasts
 
 FORMAT = "e5m2"
+"""Of gradients: casts to it are timed, those to WEIGHTS only compared."""
+WEIGHTS = "e4m3"
+"""Of inputs and weights."""
 
 
 @dataclass
@@ -107,22 +114,22 @@ def compared(
     settings: list[Any],
     call_of: Callable[[Any], Callable[[], Any]],
     copy: float,
-    result: Callable[[Any], Any] = lambda made: made,
+    result_of: Callable[[Any], Any],
+    reference: Any,
 ) -> dict[str, float]:
-    """Milliseconds by setting, the present one first, whose results the others must give."""
+    """Milliseconds by setting, of those with the results of a `reference`."""
     print(f"  {title}: a copy of the same bytes takes {copy:.4f} ms", flush=True)
     times: dict[str, float] = {}
-    want = result(call_of(settings[0])())
+    want = result_of(reference)
     for setting in settings:
         name = name_of(setting)
         if clock.over and times:
             print(f"    {name:<36} left out")
             continue
-        call = call_of(setting)
-        if not same(result(call()), want):
+        if not same(result_of(setting), want):
             print(f"    {name:<36} WRONG")
             continue
-        times[name] = took = clock.time(call)
+        times[name] = took = clock.time(call_of(setting))
         print(f"    {name:<36} {took:8.4f} ms  share {copy / took:.2f}", flush=True)
     return times
 
@@ -134,20 +141,42 @@ def copy_of(clock: Clock, count: float) -> float:
     return clock.time(partial(target.copy_, source))
 
 
-def cast_of(x: Tensor, scale: Tensor, tiles: Tiles) -> Callable[[], Any]:
+def cast_of(x: Tensor, scale: Tensor, tiles: Tiles, name: str = FORMAT) -> Callable[[], Any]:
     """A cast of a matrix and its transpose."""
     return partial(
         fp8_tiles.cast_both,
         x,
         scale,
-        FP8_DTYPES[FORMAT],
-        FP8_MAX[FORMAT],
+        FP8_DTYPES[name],
+        FP8_MAX[name],
         itself=True,
         transposed=True,
         padded_rows=len(x),
         bounded=True,
         tiles=tiles,
     )
+
+
+def of_both_formats(x: Tensor, tiles: Tiles) -> list[Tensor]:
+    """Casts to each format, with the scale that it takes."""
+    made: list[Tensor] = []
+    for name in (FORMAT, WEIGHTS):
+        made += cast_of(x, fp8.largest(x, FP8_MAX[name])[1], tiles, name)()
+    return made
+
+
+def weights_are_right(tiles: Tiles, device: torch.device) -> bool:
+    """Whether weights cast together with `tiles` are what each is alone."""
+    weights = [random(*shape, device) for shape in ((256, 144), (48, 272))]
+    with mock.patch.object(choices, "CAST", tiles):
+        pairs: list[Any] = WeightCasts(weights).cast()
+    for weight, pair in zip(weights, pairs, strict=True):
+        _, scale, inverse = fp8.largest(weight, FP8_MAX[WEIGHTS])
+        want = (*cast_of(weight, scale, PLAIN, WEIGHTS)(), inverse, inverse)
+        if not same([each.values for each in pair] + [each.scale for each in pair], want):
+            print(f"  weights cast together with {name_of(tiles)} are WRONG")
+            return False
+    return True
 
 
 def casts(clock: Clock, matrices: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
@@ -158,9 +187,15 @@ def casts(clock: Clock, matrices: Mapping[str, tuple[int, int, int]]) -> dict[st
         _, scale, _ = fp8.largest(x, FP8_MAX[FORMAT])
         copy = copy_of(clock, 4 * x.numel())
         title = f"cast of {height} x {width} ({name})"
-        times = compared(clock, title, CASTS, partial(cast_of, x, scale), copy)
+        results = partial(of_both_formats, x)
+        times = compared(clock, title, CASTS, partial(cast_of, x, scale), copy, results, PLAIN)
         rows[f"{height} x {width}"] = {"copy": copy, "times": times, "count": count}
     return rows
+
+
+def made_by(call_of: Callable[[Any], Callable[[], Any]], setting: Any) -> Any:
+    """What a call with a setting gives."""
+    return call_of(setting)()
 
 
 def searches(clock: Clock, matrices: Mapping[tuple[int, int], int]) -> dict[str, Any]:
@@ -182,7 +217,8 @@ def searches(clock: Clock, matrices: Mapping[tuple[int, int], int]) -> dict[str,
             settings.insert(1, COMPILED)
         title = f"largest of {height} x {width}, its scale"
         copy = copy_of(clock, 2 * x.numel())
-        times = compared(clock, title, settings, call_of, copy)
+        results = partial(made_by, call_of)
+        times = compared(clock, title, settings, call_of, copy, results, SPANS[0])
         rows[f"{height} x {width}"] = {"copy": copy, "times": times, "count": count}
     return rows
 
@@ -224,14 +260,19 @@ def gates(clock: Clock, rows: int, width: int, of_written: Tiles) -> dict[str, A
         GATE_SPANS,
         largest_of,
         copy_of(clock, 6 * count),
-        lambda made: (made.max().view(1),),
+        lambda spans: (largest_of(spans)().max().view(1),),
+        GATE_SPANS[0],
     )
     _, scale, _ = fp8.join(gated_silu_largest.backward(grad, inner, places)[1], limit)
     want, copy = written(), copy_of(clock, 10 * count)
     if not same(cast_of_gate(scale, choices.GATE_CAST)(), want):
         print("    WRONG: casts of what is computed are not those of what was written")
         return {"wrong": True}
-    cast = compared(clock, f"{title}, its cast", GATE_CASTS, partial(cast_of_gate, scale), copy)
+    call_of = partial(cast_of_gate, scale)
+    results = partial(made_by, call_of)
+    cast = compared(
+        clock, f"{title}, its cast", GATE_CASTS, call_of, copy, results, choices.GATE_CAST
+    )
     best = {
         "spans": next(
             each for each in GATE_SPANS if name_of(each) == min(parts, key=parts.__getitem__)
@@ -268,6 +309,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a dry run")
     parser.add_argument("--out", type=Path, help="where to write times as JSON")
     args = parser.parse_args()
+    if args.write and (args.tiny or args.write not in args.shapes):
+        parser.error(f"--write {args.write} needs that shape to be timed")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     clock = Clock(device, args.repeats, time.monotonic() + args.seconds)
@@ -286,6 +329,7 @@ def main() -> None:
         tiny = shape == "tiny"
         found: dict[str, Any] = {"casts": casts(clock, (TINY if tiny else MATRICES)[shape])}
         best, _ = best_over(found["casts"], CASTS, 1)
+        found["weights"] = weights_are_right(best, device)
         found["gates"] = gates(clock, *((48, 128) if tiny else GATES[shape]), best)
         found["searches"] = searches(clock, {(64, 128): 1} if tiny else FOREIGN[shape])
         found["advice"] = list(advice(shape, found))
