@@ -27,6 +27,14 @@ _SECTIONS = (
 """Where a name without a section is looked for; of several that have it the first is meant."""
 _WORDS = {"the Trainer's ": "trainer.", "the data module's ": "data."}
 """What `ELSEWHERE` says of names in other sections, as the section."""
+_WHOLE = {
+    "load": "ckpt_path",
+    "save": "trainer.callbacks",
+    "save_interval": "trainer.callbacks",
+    "log_interval": "trainer.log_every_n_steps",
+}
+"""What other programs' bare options are here that no name resembles; checkpoints are a callback's
+(`ModelCheckpoint`)."""
 _UNKNOWN = (
     r"Option '([^']+)' is not accepted",
     r"Group '([^']+)' does not accept option '([^']+)'",
@@ -130,6 +138,8 @@ def _no_such_option(path: str, given: Given) -> str:
     head, _, name = path.rpartition(".")
     before = "--" if place.startswith("--") else ""
     root, _, rest = path.partition(".")
+    if path in _TOP:
+        return f"{place}: there is no such option; do you mean {before}{path}?"
     if root not in _TOP:
         found = meant(root, _TOP) if rest or root not in ELSEWHERE else []
         found = found or ([] if rest else _of_a_section(root, given))
@@ -159,6 +169,8 @@ def _missing(path: str, names: Sequence[str], given: Given) -> str:
 
 def _of_a_section(name: str, given: Given) -> list[str]:
     """The whole path that a bare name stands for, Megatron-LM's `--num-layers`; empty if none."""
+    if name in _WHOLE:
+        return [_WHOLE[name]]
     own = ELSEWHERE.get(name, name)
     for words, section in _WORDS.items():
         if own.startswith(words):

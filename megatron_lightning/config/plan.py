@@ -65,6 +65,11 @@ class Split:
     of the tensor axis must divide their number. 0: any place will do."""
 
     def __post_init__(self) -> None:
+        if self.parts < 0 or (self.parts and self.role is not Role.COLUMN):
+            raise ValueError(
+                f"Split(role={self.role.value!r}, parts={self.parts}): a number of equal parts, at"
+                " least 1, is for column() alone; leave it out"
+            )
         if self.role is Role.EXPERT:
             if self.dim == 0:
                 raise ValueError(

@@ -73,7 +73,8 @@ class CoreAttention(nn.Module, ABC):
         """
         super().__init__()
         dropout = _NoDropout() if dropout is None else dropout
-        if not isinstance(dropout, AttentionDropout):
+        written_out = self.written_out and hasattr(dropout, "p")
+        if not written_out and not isinstance(dropout, AttentionDropout):
             raise ValueError(
                 f"dropout={dropout}: a kernel can't drop by a {type(dropout).__name__}; give"
                 " megatron_lightning.layers.Dropout(p, Layout.HEADS), with Layout from"

@@ -83,9 +83,10 @@ class FolderConnector(_CheckpointConnector):
         fits = function == TrainerFn.FITTING
         looks = name == "last" or (fits and name is None)
         if looks and not _compat.knows_checkpoint_folders(self.trainer):
-            # Asking a logger for its version may begin its run. Where it is new, nothing lies.
+            # Asking a logger for its version may begin its run. Where it is new, nothing lies there
+            # but what was saved at preemption, which "last" takes where it is the newest.
             self._automatic = fits
-            return self._hpc_resume_path if name or SLURMEnvironment.detect() else None
+            return self._hpc_resume_path if not name and SLURMEnvironment.detect() else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self._parse_ckpt_path(

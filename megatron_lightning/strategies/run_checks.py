@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from megatron_lightning.config.validate import raise_if_any
+from megatron_lightning.strategies import _compat
 from megatron_lightning.strategies.checkpoint_checks import check_checkpoint_path
 from megatron_lightning.strategies.module_checks import module_problems
 from megatron_lightning.strategies.recovery import recover_folders
@@ -73,8 +74,10 @@ def _loader_problems(trainer: Trainer, arguments: Mapping[str, Any]) -> list[str
     source = given if given is not None else given_module(trainer, arguments)
     if function is None or source is None or passed is not None and given is None:
         return []
-    name = f"{_LOADERS[function]}_dataloader"
-    if is_overridden(name, source):
+    part = _LOADERS[function]
+    name = f"{part}_dataloader"
+    unused = getattr(trainer, f"limit_{part}_batches") == 0
+    if unused or is_overridden(name, source) or _comes_later(trainer, arguments):
         return []
     goes_on = function == TrainerFn.PREDICTING and hasattr(
         given_module(trainer, arguments), "generate"
@@ -84,6 +87,22 @@ def _loader_problems(trainer: Trainer, arguments: Mapping[str, Any]) -> list[str
         f"{function.value}: {type(source).__name__} has no {name}; give data with one (on the"
         f" command line `--data my.module.Class`){otherwise}"
     ]
+
+
+def _comes_later(trainer: Trainer, arguments: Mapping[str, Any]) -> bool:
+    """Whether somebody's own code may still give a loader when the run is set up."""
+    hooks = {
+        given_module(trainer, arguments): ("prepare_data", "setup"),
+        given_datamodule(arguments): ("prepare_data", "setup"),
+        **dict.fromkeys(_compat.callbacks_of(trainer), ("setup",)),
+    }
+    return any(
+        one is not None
+        and type(one).__module__.partition(".")[0] not in ("lightning", "megatron_lightning")
+        and is_overridden(name, one)
+        for one, names in hooks.items()
+        for name in names
+    )
 
 
 def raise_on_first_rank(problems: Sequence[str], rank: int) -> None:

@@ -150,7 +150,7 @@ def no_test_loader() -> None:
 
 
 def validate_without_data() -> None:
-    trainer(2, {}).validate(gpt())
+    trainer(2, {}, limit_val_batches=1).validate(gpt())
 
 
 def fit_without_data() -> None:

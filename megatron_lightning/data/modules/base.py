@@ -143,6 +143,9 @@ class TokenDataModule(NamesArguments, ResumableDataModule):
         """
         errors = list(self._batch_sizes.accumulation_errors(trainer))
         part, split = evaluation_of(trainer), self._evaluation_split()
+        loader = {"valid": "val_dataloader", "test": "test_dataloader"}.get(part or "", "")
+        if loader and getattr(type(self), loader) is not getattr(ResumableDataModule, loader):
+            return errors  # a subclass has a loader of its own
         if part is None or (self._has_own(part) if split is None else is_meant(split, part)):
             return errors
         return [*errors, nothing_meant(part, split, self.evaluation_fields[part])]

@@ -82,6 +82,10 @@ def test_unknown_option(option: str, value: str, told: str, fit_file: Path) -> N
 
 
 BARE = {
+    "load": "ckpt_path",
+    "save-interval": "trainer.callbacks",
+    "log-interval": "trainer.log_every_n_steps",
+    "ckpt-path": "ckpt_path",
     "tensor-model-parallel-size": "trainer.strategy.tensor_parallel_size",
     "virtual_pipeline_model_parallel_size": "trainer.strategy.pipeline.virtual_pipeline_size",
     "recompute-granularity": "trainer.strategy.recompute.mode",

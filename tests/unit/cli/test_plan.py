@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lightning.cli import verify
-from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, run_command
+from megatron_lightning.cli.errors import EXIT_WRONG_INPUT, UserError, run_command
 from megatron_lightning.cli.plan import main
 from megatron_lightning.cli.plan_outside import RESERVED_BYTES
 from megatron_lightning.cli.plan_request import HARDWARE
@@ -152,8 +152,10 @@ def test_what_the_head_counts_for(capsys: pytest.CaptureFixture[str]) -> None:
     balanced = plan(capsys, arguments, "--head-cost 2.5")
     assert balanced["layers_per_stage"] == [9, 9, 8, 6]
     assert max(s["cost_in_layers"] for s in balanced["stages"]) == 9
-    given = plan(capsys, arguments, "--pipeline-layout Et*8|t*8|t*8|t*8L")
-    assert "--head-cost" not in "".join(given["notes"])
+    layout = "--pipeline-layout Et*8|t*8|t*8|t*8L"
+    assert "--head-cost" not in "".join(plan(capsys, arguments, layout)["notes"])
+    with pytest.raises(UserError, match="--head-cost: --pipeline-layout alone says"):
+        main(words_of(f"{arguments} {layout} --head-cost 2.5"))
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])

@@ -4,11 +4,13 @@ import json
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.config.validate import ConfigurationError
 from megatron_lightning.data import (
@@ -203,6 +205,18 @@ def test_evaluation_for_which_nothing_is_given(corpus: str) -> None:
         assert re.search(said, told)
     for call, options in (("validate", dict(split="90,10,0")), ("test", dict(test_paths=corpus))):
         getattr(trainer(), call)(Recorder(), module(corpus, **{"split": None, **options}))
+    run = trainer()
+    run.state.fn = TrainerFn.TESTING
+    sizes = dict(seq_length=8, micro_batch_size=2, global_batch_size=4)
+    own = WithLoader(corpus, **sizes, split="90,10,0")
+    assert own.check_trainer(run) == []
+
+
+class WithLoader(PretrainingDataModule):
+    """Tests on data of its own."""
+
+    def test_dataloader(self) -> Any:
+        return []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -70,6 +70,9 @@ def test_a_core_without_dropout_drops_nothing(kind):
 def test_torchs_dropout_in_a_core_is_refused_when_it_is_built():
     with pytest.raises(ValueError, match=r"dropout=Dropout\(p=0\.1.*layers\.Dropout\(p, Layout"):
         FusedAttention(scale=0.25, dropout=torch.nn.Dropout(0.1))
+    torch.manual_seed(0)
+    written_out = ReferenceAttention(scale=0.25, dropout=torch.nn.Dropout(1.0))
+    assert not written_out(*inputs()).any()
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 11, 16, 17, 32, 33])

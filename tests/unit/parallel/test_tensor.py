@@ -8,6 +8,8 @@ from megatron_lightning.config.plan import (
     Gradient,
     ParallelPlan,
     ParameterInfo,
+    Role,
+    Split,
     column,
     follows,
     replicated,
@@ -324,3 +326,9 @@ def test_a_network_that_is_padded_already_keeps_its_true_vocabulary() -> None:
     assert again["network.words.weight"].global_shape == (50257, 4)
     assert network.head.weight is network.words.weight
     assert _apply(network, 1, 2)["network.words.weight"].sizes == (25041, 4)
+
+
+@pytest.mark.parametrize(("role", "dim", "parts"), [("row", 1, 4), ("column", 0, -1)])
+def test_parts_are_those_of_a_column(role: str, dim: int, parts: int) -> None:
+    with pytest.raises(ValueError, match="is for column"):
+        Split(role=Role(role), dim=dim, parts=parts)

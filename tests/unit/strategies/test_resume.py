@@ -109,7 +109,7 @@ def test_what_a_run_begins_from_is_known_before_it(
     assert known("hpc") == known("last") == str(preempted)
     trainer = make_trainer(tmp_path, ModelCheckpoint(), MegatronStrategy(), logger=NewRun())
     trainer.state.fn = TrainerFn.FITTING
-    assert (known("last"), known(None)) == (str(preempted), None)
+    assert (known("last"), known(None)) == (None, None)  # its folder may hold a newer one
     with monkeypatch.context() as requeued:
         requeued.setattr(SLURMEnvironment, "detect", lambda: True)
         assert known(None) == str(preempted)
