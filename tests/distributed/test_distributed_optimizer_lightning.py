@@ -72,9 +72,10 @@ class Loose(L.LightningModule):
 
 
 def test_modules_that_can_not_be_sharded_are_refused_before_a_start() -> None:
-    trainer = quiet_trainer(Run(layout=dict(data_parallel=FULL)), 2, [])
+    run = Run(layout=dict(data_parallel=FULL))
+    trainer = quiet_trainer(run, 2, [])
     with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(Loose())
+        trainer.fit(Loose(), layout_runs.Batches(run))
     first, second = caught.value.problems
     assert "Loose holds parameters itself (['scale'])" in first
     assert "Loose.table (ParameterList)" in second
