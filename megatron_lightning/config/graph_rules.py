@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import get_args
 
 from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
@@ -72,27 +73,29 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "the host tells which of several pieces of memory a product uses",
             "set overlap_tensor_parallel=None",
         ),
-        (
-            REFUSE_UNTRIED and config.runtime.compile_layers and config.tensor_parallel_size > 1,
-            f"compile_layers=True and tensor_parallel_size={config.tensor_parallel_size}",
-            "collectives of compiled layers have never been recorded on GPUs",
-            "set compile_layers=False",
-        ),
-        (
-            REFUSE_UNTRIED and config.runtime.compile_layers and config.expert_parallel_size > 1,
-            f"compile_layers=True and expert_parallel_size={config.expert_parallel_size}",
-            "collectives of compiled layers have never been recorded on GPUs",
-            "set compile_layers=False",
-        ),
-        (
-            REFUSE_UNTRIED and (config.expert_tensor_parallel_size or 1) > 1,
-            f"expert_tensor_parallel_size={config.expert_tensor_parallel_size}",
-            "their collectives have never been recorded on GPUs",
-            "set expert_tensor_parallel_size=1",
-        ),
     )
     return [
         f"{label} {what}: {why}; {remedy}, or set cuda_graphs='none'"
-        for hit, what, why, remedy in rules
+        for hit, what, why, remedy in (*rules, *_untried(config))
         if hit
     ]
+
+
+def _untried(config: ParallelConfig) -> Iterator[tuple[bool, str, str, str]]:
+    """What has never been recorded on GPUs: whether it is asked for, which, why not, remedy."""
+    never = "collectives have never been recorded on GPUs"
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        size = getattr(config, name)
+        yield (
+            REFUSE_UNTRIED and config.runtime.compile_layers and size > 1,
+            f"compile_layers=True and {name}={size}",
+            f"compiled layers' {never}",
+            "set compile_layers=False",
+        )
+    size = config.expert_tensor_parallel_size
+    yield (
+        REFUSE_UNTRIED and size is not None and size > 1,
+        f"expert_tensor_parallel_size={size}",
+        f"their {never}",
+        "set expert_tensor_parallel_size=1",
+    )
