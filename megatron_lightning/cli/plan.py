@@ -114,8 +114,8 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         if not 0 < given["gpu_memory"] < float("inf"):
             raise UserError(f"--gpu-memory {given['gpu_memory']}: must be above 0 GiB")
         hardware = dataclasses.replace(hardware, memory_bytes=round(given["gpu_memory"] * GIB))
-    if "pipeline_layout" in given and "head_cost" in given:
-        raise UserError("--head-cost: --pipeline-layout alone says where layers are; give one")
+    if "head_cost" in given and values["parallel"].pipeline.layout is not None:
+        raise UserError("--head-cost: pipeline.layout alone says where layers are; give one of them")
     if "gpus" not in values:
         raise UserError("give the number of GPUs: --gpus N")
     values.setdefault("seq_length", min(values["model"].max_position_embeddings, 8192))

@@ -154,7 +154,7 @@ def test_what_the_head_counts_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(s["cost_in_layers"] for s in balanced["stages"]) == 9
     layout = "--pipeline-layout Et*8|t*8|t*8|t*8L"
     assert "--head-cost" not in "".join(plan(capsys, arguments, layout)["notes"])
-    with pytest.raises(UserError, match="--head-cost: --pipeline-layout alone says"):
+    with pytest.raises(UserError, match="--head-cost: pipeline.layout alone says"):
         main(words_of(f"{arguments} {layout} --head-cost 2.5"))
 
 
