@@ -115,7 +115,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
             raise UserError(f"--gpu-memory {given['gpu_memory']}: must be above 0 GiB")
         hardware = dataclasses.replace(hardware, memory_bytes=round(given["gpu_memory"] * GIB))
     if "head_cost" in given and values["parallel"].pipeline.layout is not None:
-        raise UserError("--head-cost: pipeline.layout alone says where layers are; give one of them")
+        raise UserError("--head-cost: pipeline.layout alone says where layers are; give one")
     if "gpus" not in values:
         raise UserError("give the number of GPUs: --gpus N")
     values.setdefault("seq_length", min(values["model"].max_position_embeddings, 8192))
