@@ -21,9 +21,7 @@ def outside_bytes(request: PlanRequest) -> int:
 
 def _shared_by_tensor_ranks(request: PlanRequest) -> int:
     parallel, tensor = request.parallel, request.parallel.tensor_parallel_size
-    runtime = parallel.runtime
-    wanted = runtime.overlap_tensor_parallel is not False and runtime.cuda_graphs == "none"
-    if not (wanted and parallel.sequence_parallel) or parallel.expert.overlap_all_to_all:
+    if parallel.overlaps_tensor_parallel is False or parallel.expert.overlap_all_to_all:
         return 0
     part = _context_tokens(request) // tensor * request.model.hidden_size * _element(request)
     return shared_bytes(tensor, part, sums=True) if part >= LEAST_BYTES_ON_GPU else 0

@@ -113,8 +113,9 @@ class RuntimeConfig(NamesFields):
     where it is the limit: small models, short micro-batches, experts (docs/speed.md)."""
     overlap_tensor_parallel: bool | None = None
     """sequence_parallel: multiply part by part, while other parts of the sequence are on their way
-    between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory;
-    True: by messages elsewhere too; False: one collective, then the whole product."""
+    between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory,
+    but not with `quantization`; True: always, elsewhere by messages; False: one collective, then
+    the whole product."""
     axis_order: Sequence[str] = ("pp", "dp", "cp", "tp")
     """Axes from slowest to fastest varying; the last holds neighbouring ranks."""
 
@@ -146,6 +147,16 @@ class ParallelConfig(NamesFields):
     quantization: QuantizationConfig | None = None
     """Low precision of linear layers; None: none."""
     expert: ExpertConfig = ExpertConfig()
+
+    @property
+    def overlaps_tensor_parallel(self) -> bool | None:
+        """What `runtime.overlap_tensor_parallel` comes to beside the other settings. In low
+        precision products by parts are so many launches that the host is late with them.
+        """
+        if not self.sequence_parallel or self.runtime.cuda_graphs != "none":
+            return False
+        wanted = self.runtime.overlap_tensor_parallel
+        return False if wanted is None and self.quantization is not None else wanted
 
     @property
     def expert_tensor_size(self) -> int:

@@ -179,12 +179,10 @@ def _overlap(mesh: ParallelMesh, config: ParallelConfig) -> Overlap | None:
     """How products hide the collectives of split layers, those of a whole sequence by running
     beside them; None: these are apart.
     """
-    runtime = config.runtime
-    plain = runtime.cuda_graphs != "none" or not config.sequence_parallel
     return choose_overlap(
         mesh.tp,
         mesh.device,
-        wanted=False if plain else runtime.overlap_tensor_parallel,
+        wanted=config.overlaps_tensor_parallel,
         timeout_seconds=config.runtime.timeout_seconds,
     )
 

@@ -49,13 +49,17 @@ def test_the_rest_is_data_parallel(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_that_tensor_ranks_share(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """4 parts of 1,024 tokens and 3 partial sums, twice."""
+    """4 parts of 1,024 tokens and 3 partial sums, twice; in low precision only where asked for."""
     outside = []
     for options in (
         "{tensor_parallel_size: 4}",
         "{tensor_parallel_size: 4, sequence_parallel: true}",
         "{tensor_parallel_size: 4, sequence_parallel: true,"
         " runtime: {overlap_tensor_parallel: false}}",
+        "{tensor_parallel_size: 4, sequence_parallel: true,"
+        " quantization: {recipe: fp8_tensorwise}}",
+        "{tensor_parallel_size: 4, sequence_parallel: true,"
+        " runtime: {overlap_tensor_parallel: true}, quantization: {recipe: fp8_tensorwise}}",
     ):
         path = tmp_path / "short.yaml"
         path.write_text(
@@ -68,7 +72,8 @@ data: {{paths: corpus, seq_length: 4096, micro_batch_size: 1, global_batch_size:
         memory = plan(capsys, "--config", str(path))["memory"]
         outside.append(memory["outside_of_allocator_bytes"])
     assert outside[1] - outside[0] == 2 * 7 * 1024 * 4096 * 2
-    assert outside[2] == outside[0]
+    assert outside[2] == outside[3] == outside[0]
+    assert outside[4] == outside[1]
 
 
 @pytest.mark.parametrize(
