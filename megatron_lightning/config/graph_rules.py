@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from megatron_lightning.config.parallel import CudaGraphsName, ParallelConfig
-
-REFUSE_UNTRIED = True
-"""Whether what is built, and equal on the CPU to runs without graphs, but has never been recorded
-on GPUs is refused: compiled layers with tensor or expert parallelism, and experts split over tensor
-ranks. False in the test that records them (tests/gpu/test_cuda_graphs.py).
-"""
+from megatron_lightning.config.quantization import QuantizationConfig
 
 
 def graph_problems(config: ParallelConfig) -> list[str]:
@@ -62,12 +57,6 @@ def graph_problems(config: ParallelConfig) -> list[str]:
             "set exact_dropout=False",
         ),
         (
-            config.quantization is not None,
-            "quantization",
-            "rounded weights and scales are kept by the host for a window",
-            "leave quantization out",
-        ),
-        (
             bool(config.sequence_parallel and config.runtime.overlap_tensor_parallel),
             "runtime.overlap_tensor_parallel=True",
             "the host tells which of several pieces of memory a product uses",
@@ -76,26 +65,32 @@ def graph_problems(config: ParallelConfig) -> list[str]:
     )
     return [
         f"{label} {what}: {why}; {remedy}, or set cuda_graphs='none'"
-        for hit, what, why, remedy in (*rules, *_untried(config))
+        for hit, what, why, remedy in (*rules, *_low_precision(config.quantization))
         if hit
     ]
 
 
-def _untried(config: ParallelConfig) -> Iterator[tuple[bool, str, str, str]]:
-    """What has never been recorded on GPUs: whether it is asked for, which, why not, remedy."""
-    never = "collectives have never been recorded on GPUs"
-    for name in ("tensor_parallel_size", "expert_parallel_size"):
-        size = getattr(config, name)
-        yield (
-            REFUSE_UNTRIED and config.runtime.compile_layers and size > 1,
-            f"compile_layers=True and {name}={size}",
-            f"compiled layers' {never}",
-            "set compile_layers=False",
-        )
-    size = config.expert_tensor_parallel_size
+def _low_precision(
+    config: QuantizationConfig | None,
+) -> Iterator[tuple[bool, str, str, str]]:
+    """What a graph would not repeat: whether it is asked for, which, why not, remedy."""
+    if config is None:
+        return
     yield (
-        REFUSE_UNTRIED and size is not None and size > 1,
-        f"expert_tensor_parallel_size={size}",
-        f"their {never}",
-        "set expert_tensor_parallel_size=1",
+        config.recipe == "nvfp4",
+        "quantization.recipe='nvfp4'",
+        "its noise is computed from positions that the host knows",
+        "choose another recipe",
+    )
+    yield (
+        config.kernels == "transformer_engine",
+        "quantization.kernels='transformer_engine'",
+        "its casts have never been recorded",
+        "set kernels='torch'",
+    )
+    yield (
+        config.experts,
+        "quantization.experts=True",
+        "the host keeps experts' rounded weights for a window",
+        "set experts=False",
     )

@@ -110,7 +110,7 @@ class RuntimeConfig(NamesFields):
     """
     cuda_graphs: CudaGraphsName = "none"
     """layers: run forward and backward of each layer as a CUDA graph, which saves the host's time
-    where it is the limit: small models, short micro-batches, experts (docs/speed.md)."""
+    where it is the limit: small models, short micro-batches, experts, FP8 (docs/speed.md)."""
     overlap_tensor_parallel: bool | None = None
     """sequence_parallel: multiply part by part, while other parts of the sequence are on their way
     between tensor ranks (docs/tensor_parallel.md). None: where GPUs write to each other's memory,

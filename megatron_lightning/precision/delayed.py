@@ -93,6 +93,11 @@ class DelayedRecipe(TensorRecipe):
         """Itself: copies of a network (weight averaging) don't train."""
         return self
 
+    @property
+    def is_settled(self) -> bool:
+        """See `Recipe.is_settled`: in the first window there is no history."""
+        return self.store.has_history
+
     def place(self, role: Role) -> tuple[Tensor, Tensor, Tensor]:
         """0-dim views: the window's largest value so far, the scale, 1 / scale."""
         i, store = ROLES.index(role), self.store

@@ -29,7 +29,7 @@ def cast_fp8(x: Tensor, name: str) -> Tensor:
     largest = FP8_MAX[name]
     x = x.float()
     limited = x.clamp(-largest, largest)
-    return torch.where(x.isinf(), x * x.new_tensor(0.0 if name == "e4m3" else 1.0), limited).to(
+    return torch.where(x.isinf(), x * x.new_full((), 0.0 if name == "e4m3" else 1.0), limited).to(
         FP8_DTYPES[name]
     )
 

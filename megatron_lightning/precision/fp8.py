@@ -99,6 +99,11 @@ class FP8TensorRecipe(TensorRecipe):
         self._delayed = delayed
         self.lends_scales = delayed is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """See `Recipe.is_settled`."""
+        return self._delayed is None or self._delayed.is_settled
+
     def pair(
         self,
         x: Tensor,

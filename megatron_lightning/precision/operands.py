@@ -84,6 +84,11 @@ class Recipe(ABC):
     """Ranks that hold other features of a matrix each have scales of their own. Of powers of two
     they change nothing but what falls below the format's range."""
 
+    @property
+    def is_settled(self) -> bool:
+        """False while matrices become operands in another way than they will later on."""
+        return True
+
     @abstractmethod
     def pair(
         self,

@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megatron_lightning.precision.fp8 import device_problem
+
 T = TypeVar("T")
 Replay = Callable[[], None]
 
@@ -50,6 +52,9 @@ class CudaRecorder:
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.zeros(16, 16, device=device, dtype=dtype)
                 torch.mm(square, square)
+            if device_problem(device) is None:
+                values, one = square.to(torch.float8_e4m3fn), torch.ones((), device=device)
+                torch._scaled_mm(values, values.t(), one, one, out_dtype=square.dtype)
         torch.cuda.current_stream(device).wait_stream(self._stream)
 
     def close(self) -> None:

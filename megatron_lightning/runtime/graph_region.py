@@ -15,9 +15,10 @@ from megatron_lightning.layers.dropout import Dropout, Jitter
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.remote import AllToAllDispatcher
 from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.streams import Streams
 
-State = tuple[bool, ...]
+State = tuple[object, ...]
 
 
 class Runs(Protocol):
@@ -53,6 +54,7 @@ class GraphRegion:
         self._buffers = [(m._buffers, name) for m in self._modules for name in m._buffers]
         self._routers = [m for m in self._modules if isinstance(m, Router)]
         moved = [m.dispatcher for m in self._modules if isinstance(m, MoELayer)]
+        self._rounded: list[tuple[QuantizedProducts, Any]] = []
         self._clocks = [d.ranks.clock for d in moved if isinstance(d, AllToAllDispatcher)]
         draws = any(isinstance(m, (Dropout, Jitter)) and m.draws for m in self._modules)
         self.generators: Sequence[torch.Generator] = (
@@ -65,6 +67,18 @@ class GraphRegion:
             return function(*args, **kwargs)
         return _eagerly(self._graphs, self, function, args)
 
+    def hold_rounded_weights(self) -> None:
+        """Let weights in low precision be rounded in place from now on."""
+        held = [(getattr(m, "quantized", None), m) for m in self._modules]
+        self._rounded = [(p, m) for p, m in held if isinstance(p, QuantizedProducts)]
+        for products, _ in self._rounded:
+            products.weight_stays = True
+
+    def round_weights(self) -> None:
+        """Round weights that have changed since they were, which no graph does."""
+        for products, module in self._rounded:
+            products.refresh(module.weight)
+
     def tensors(self) -> list[Tensor]:
         """What graphs read and write besides gradients, where it lies now."""
         buffers = [tensor for place, name in self._buffers if (tensor := place[name]) is not None]
@@ -75,10 +89,18 @@ class GraphRegion:
         """Whether somebody wants to know how long rows travel, which a graph doesn't tell."""
         return any(clock.watching for clock in self._clocks)
 
+    @property
+    def is_settled(self) -> bool:
+        """False while low precision works in another way than it will later on."""
+        return all(products.recipe.is_settled for products, _ in self._rounded)
+
     def state(self) -> State:
-        """What a recording takes as given: which modules train, and which weights."""
+        """What a recording takes as given: which modules train, which weights, and where rounded
+        ones lie.
+        """
         modes = [m.training for m in self._modules]
-        return (*modes, *[parameter.requires_grad for parameter in self.parameters])
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        return (*modes, *trained, *[products.weight_addresses for products, _ in self._rounded])
 
     def reason(self, args: Sequence[Any]) -> str | None:
         """Why a replay would not be what the layer does; None: it would."""

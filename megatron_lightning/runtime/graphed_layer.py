@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from megatron_lightning.layers.rotary import RotaryTables, tensor_version
 from megatron_lightning.parallel.flat import Slot
 from megatron_lightning.runtime.graph_recorder import Recorder, Replay
+from megatron_lightning.runtime.graph_region import State
 
 Signature = tuple[Any, ...]
 
@@ -103,6 +104,8 @@ class StandsFor:
 
     def __init__(self, module: nn.Module, parameters: Sequence[Parameter]) -> None:
         self.parameters = [Parameter(parameter.detach()) for parameter in parameters]
+        for parameter, stand in zip(parameters, self.parameters, strict=True):
+            stand.grad_dtype = parameter.grad_dtype  # else autograd rounds what is more exact
         pairs = zip(parameters, self.parameters, strict=True)
         stands = {id(parameter): (parameter, stand) for parameter, stand in pairs}
         self._places = [
@@ -133,7 +136,7 @@ class GraphedLayer:
         slots: Sequence[Slot],
         generators: Sequence[torch.Generator],
         order: int,
-        state: tuple[bool, ...],
+        state: State,
     ) -> None:
         """`parameters` that are trained, and `slots` where their gradients are summed."""
         self._graphs, self._recorder = graphs, recorder

@@ -65,6 +65,11 @@ class LayerGraphs:
         self._regions.append(region)
         add_region(module, region)
 
+    def hold_rounded_weights(self) -> None:
+        """Once layers have their low precision: see `GraphRegion`."""
+        for region in self._regions:
+            region.hold_rounded_weights()
+
     def set_buckets(self, buckets: object) -> None:
         """Say where gradients are summed from now on; earlier graphs are dropped."""
         self._buckets = buckets if isinstance(buckets, GradientBuckets) else None
@@ -79,7 +84,8 @@ class LayerGraphs:
         """Before each training forward of a micro-batch."""
         self.micro_batch += 1
         self._begun, self._current, self._position = True, None, -1
-        self._chosen = any(region.is_timed for region in self._regions)  # then all run as ever
+        # Then all run as ever.
+        self._chosen = any(r.is_timed or not r.is_settled for r in self._regions)
         if self._buckets is None:
             return
         tensors = [*self._buckets.buffers]
@@ -128,6 +134,7 @@ class LayerGraphs:
         graphs = self._current
         if graphs is None:
             return function(*args)
+        region.round_weights()
         layer = graphs.layers.get(region)
         if layer is None and self._recording:
             layer = self._record(graphs, region, function, args, signature)

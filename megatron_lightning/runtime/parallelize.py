@@ -93,6 +93,8 @@ def parallelize(
             prefix=f"{target.attribute}.",
             whole=config.data_parallel.sharding == "none",
         )
+        if cut.graphs is not None:
+            cut.graphs.hold_rounded_weights()
     if shards is not None:
         enter_sharded(model, cut.roots)
         if params_dtype is not None and params_dtype is not main_params_dtype:

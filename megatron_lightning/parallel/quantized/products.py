@@ -33,6 +33,7 @@ from megatron_lightning.parallel.row import RowOutput
 from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.fp8_casts import Cast
+from megatron_lightning.precision.kept_operands import addresses, overwrite
 from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.operands import (
     BOTH,
@@ -81,6 +82,8 @@ class QuantizedProducts:
     """How parts of a sequence are moved under products; None: by collectives."""
     in_regions: bool = False
     """True: in a compiled layer products are operations of its region; `announce` goes before."""
+    weight_stays: bool = False
+    """True: operands of the weight stay where they are when it is rounded anew, for CUDA graphs."""
     weight_held: Tensor | None = field(default=None, repr=False)
     """What was announced; views of it that a region makes have versions of their own."""
     _weight: Pair | None = field(default=None, repr=False)
@@ -89,7 +92,8 @@ class QuantizedProducts:
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedProducts:
         """The same without rounded weights, for a copy of the layer."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name[0] != "_"}
-        return QuantizedProducts(**{**fields, "in_regions": False, "weight_held": None})
+        given = {"in_regions": False, "weight_stays": False, "weight_held": None}
+        return QuantizedProducts(**{**fields, **given})
 
     def __call__(
         self,
@@ -227,16 +231,37 @@ class QuantizedProducts:
         key = self._key_of(weight)
         if self._weight is not None and self._weight_key == key:
             return self._weight
-        pair = self.recipe.pair(
+        if not self.keeps_weights:
+            return self._rounded(weight, wanted)
+        if self.weight_stays:  # also what an evaluation makes is overwritten in training
+            with torch.inference_mode(False), torch.no_grad():
+                pair = self._rounded(weight.detach(), BOTH)
+                if self._weight is not None:
+                    lends = self.recipe.lends_scales
+                    pair = overwrite(self._weight, pair, lends_scales=lends)
+        else:
+            pair = self._rounded(weight, BOTH)
+        self._weight, self._weight_key = pair, key
+        return pair
+
+    def _rounded(self, weight: Tensor, wanted: Wanted) -> Pair:
+        return self.recipe.pair(
             weight,
             "weight",
             over_rows=self._over_features("columns"),
             over_columns=self._over_features("rows"),
-            wanted=BOTH if self.keeps_weights else wanted,
+            wanted=wanted,
         )
-        if self.keeps_weights:
-            self._weight, self._weight_key = pair, key
-        return pair
+
+    def refresh(self, weight: Tensor) -> None:
+        """Round the weight now, in the layer's shape, if it has changed since it was."""
+        if self._weight is None or self._weight_key != self._key_of(weight):
+            self.weight(weight.detach().flatten(0, -2), BOTH)
+
+    @property
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Where the operands of the weight lie; they move where they aren't held in place."""
+        return addresses(self._weight)
 
     @property
     def rounds_apart(self) -> bool:
