@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import QuantizationConfig, RuntimeConfig
+from megatron_lightning.config import LoraConfig, MoEConfig, QuantizationConfig, RuntimeConfig
 from megatron_lightning.config.parallel import ParallelConfig
 from megatron_lightning.config.validate import check_layout
 from megatron_lightning.parallel.axes import MeshAxis
@@ -77,6 +77,20 @@ def test_training_is_the_same(recipe: str, accumulate: int) -> None:
 
 def test_networks_in_float32() -> None:
     assert compare("fp8_tensorwise", trainer=dict(precision="32-true")) > 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_with_experts(padded: bool) -> None:
+    """Dropless ones wait for the host, so that their attention alone is recorded."""
+    capacity = 1.25 if padded else None
+    moe = MoEConfig(num_experts=4, router_topk=2, capacity_factor=capacity, pad_to_capacity=padded)
+    config = tiny_config(num_layers=2, moe=moe)
+    trainer = dict(accumulate_grad_batches=2)
+    assert compare("fp8_tensorwise", config=config, trainer=trainer) == 2 * (2 * 2 * 8 - 4)
+
+
+def test_frozen_weights_under_adapters() -> None:
+    assert compare("fp8_tensorwise", lora=LoraConfig(rank=16, alpha=16)) == 2 * (2 * 8 - 4)
 
 
 class InPlace(Casts):
