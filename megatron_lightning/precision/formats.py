@@ -19,6 +19,12 @@ E8M0_MIN, E8M0_MAX = 2.0**-127, 2.0**127
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_MAX = {"e4m3": E4M3_MAX, "e5m2": E5M2_MAX}
+_MULTIPLE = 16
+
+
+def padded(count: int) -> int:
+    """Up to a multiple of 16, which the summed dim of a product in FP8 must be."""
+    return count + -count % _MULTIPLE
 
 
 def cast_fp8(x: Tensor, name: str) -> Tensor:

@@ -19,6 +19,7 @@ from megatron_lightning.precision.formats import (
     FP8_DTYPES,
     FP8_MAX,
     cast_fp8,
+    padded,
     power_of_two_scale,
 )
 from megatron_lightning.precision.operands import (
@@ -30,8 +31,6 @@ from megatron_lightning.precision.operands import (
 )
 from megatron_lightning.utils.logging import is_installed
 
-_MULTIPLE = 16
-"""What the summed dim of a product must be a multiple of."""
 BLOCK = 128
 """Values that share a scale, along one dim or two."""
 _HALF = 2
@@ -59,10 +58,6 @@ def _by_kernel(x: Tensor) -> bool:
 
 def _casts_by_kernel(x: Tensor) -> bool:
     return _by_kernel(x) and x.element_size() == _HALF
-
-
-def _padded(count: int) -> int:
-    return count + -count % _MULTIPLE
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -129,34 +124,24 @@ def cast_both(
     zeros from R up to a multiple of 16; each if wanted. `bounded`: the scale is that of a largest
     value which none of `x` exceeds.
     """
-    itself, transposed = wanted
-    rows = _padded(x.shape[0])
     if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8_tiles
 
-        return fp8_tiles.cast_both(
-            x,
-            scale,
-            FP8_DTYPES[name],
-            FP8_MAX[name],
-            itself=itself,
-            transposed=transposed,
-            padded_rows=rows,
-            bounded=bounded,
-        )
+        return fp8_tiles.cast_both(x, scale, name, wanted, bounded=bounded)
     values = cast_fp8(x.float() * scale, name)
     turned = None
-    if transposed:
-        turned = F.pad(values.view(torch.uint8).t(), (0, rows - x.shape[0])).contiguous()
+    if wanted[1]:
+        missing = padded(len(x)) - len(x)
+        turned = F.pad(values.view(torch.uint8).t(), (0, missing)).contiguous()
         turned = turned.view(values.dtype)
-    return values if itself else None, turned
+    return values if wanted[0] else None, turned
 
 
 def cast_rows(x: Tensor, scale: Tensor, name: str) -> Tensor:
     """`x` (R, C), contiguous, times `scale` (R, 1), in FP8: (R, C') with zeros from C up to a
     multiple of 16.
     """
-    columns = _padded(x.shape[1])
+    columns = padded(x.shape[1])
     if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8
 
@@ -170,7 +155,7 @@ def scale_rows(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8_blocks
 
-        done = fp8_blocks.scale_rows(x, FP8_DTYPES[name], FP8_MAX[name], _padded(x.shape[1]))
+        done = fp8_blocks.scale_rows(x, FP8_DTYPES[name], FP8_MAX[name], padded(x.shape[1]))
         if done is not None:
             return done
     scale, inverse = scales_of(row_largest_of(x), name)
@@ -184,7 +169,7 @@ def cast_columns(x: Tensor, amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if _casts_by_kernel(x):
         from megatron_lightning.precision.kernels import fp8_blocks
 
-        rows = _padded(x.shape[0])
+        rows = padded(x.shape[0])
         return fp8_blocks.cast_columns(x, amax, FP8_DTYPES[name], FP8_MAX[name], rows)
     scale, inverse = scales_of(amax, name)
     return cast_rows(x.t().contiguous(), scale, name), inverse
@@ -233,12 +218,12 @@ def cast_blocks(
             x,
             FP8_DTYPES[name],
             FP8_MAX[name],
-            _padded(x.shape[0]),
+            padded(x.shape[0]),
             square=square,
             wanted=wanted,
         )
     itself = _blocks(x, name, square, x.shape[1]) if wanted[0] else None
-    turned = _blocks(x.t().contiguous(), name, square, _padded(len(x))) if wanted[1] else None
+    turned = _blocks(x.t().contiguous(), name, square, padded(len(x))) if wanted[1] else None
     return itself, turned
 
 
@@ -255,5 +240,5 @@ def _blocks(x: Tensor, name: str, square: bool, width: int) -> tuple[Tensor, Ten
     values = cast_fp8(by_blocks(x, height, BLOCK, quantise), name)
     missing = -held.shape[1] % 4 if square else 0
     held = F.pad(held, (0, missing)) if square else held.t().contiguous()
-    padded = F.pad(values.view(torch.uint8), (0, width - x.shape[1]))
-    return padded.view(values.dtype), held
+    filled = F.pad(values.view(torch.uint8), (0, width - x.shape[1]))
+    return filled.view(values.dtype), held

@@ -13,13 +13,29 @@ _WARPS = 4
 
 
 @triton.jit
+def _product(gate, up):
+    """In float32."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _gradients(dy, gate, up):
+    """Of gate and of up, in float32."""
+    dy, gate, up = dy.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return dy * up * slope, dy * gate * sigmoid
+
+
+@triton.jit
 def _forward(inner, product, width, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    gate = tl.load(inner + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
+    gate = tl.load(inner + row * 2 * width + column, mask=inside)
+    up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside)
+    value = _product(gate, up)
     tl.store(product + row * width + column, value.to(product.dtype.element_ty), mask=inside)
 
 
@@ -28,17 +44,15 @@ def _backward(grad, inner, grad_inner, product, width, block: tl.constexpr, agai
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    dy = tl.load(grad + row * width + column, mask=inside).to(tl.float32)
-    gate = tl.load(inner + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dy = tl.load(grad + row * width + column, mask=inside)
+    gate = tl.load(inner + row * 2 * width + column, mask=inside)
+    up = tl.load(inner + (row * 2 + 1) * width + column, mask=inside)
+    of_gate, of_up = _gradients(dy, gate, up)
     element = grad_inner.dtype.element_ty
-    tl.store(grad_inner + row * 2 * width + column, (dy * up * slope).to(element), mask=inside)
-    other = (dy * gate * sigmoid).to(element)
-    tl.store(grad_inner + (row * 2 + 1) * width + column, other, mask=inside)
+    tl.store(grad_inner + row * 2 * width + column, of_gate.to(element), mask=inside)
+    tl.store(grad_inner + (row * 2 + 1) * width + column, of_up.to(element), mask=inside)
     if again:  # which may be where dy was
-        value = (gate * sigmoid * up).to(product.dtype.element_ty)
+        value = _product(gate, up).to(product.dtype.element_ty)
         tl.store(product + row * width + column, value, mask=inside)
 
 

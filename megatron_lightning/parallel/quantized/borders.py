@@ -34,6 +34,7 @@ from megatron_lightning.parallel.quantized.by_parts import (
     partial_sums,
     product_scatter,
 )
+from megatron_lightning.precision.fp8_casts import Cast
 from megatron_lightning.precision.operands import Noise, Operand, Pair, Recipe, Wanted
 
 if TYPE_CHECKING:
@@ -133,11 +134,13 @@ def gradients(
     sums: bool,
     noise: Noise | None = None,
     parts: Tensor | None = None,
+    cast: Cast | None = None,
     scatters: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `product`'s input and weight; None: not needed, or in its sum.
 
-    The sum of the input's gradient runs beside the weight's. `parts`: of the gradient.
+    The sum of the input's gradient runs beside the weight's. `parts`: of the gradient; `cast`: what
+    makes its operands where `grad` has its shape alone, in a layer without collectives.
     """
     whole = (grad.shape[0] * scatters, *grad.shape[1:-1])
     if needs_x and scatters == 1 and dim is not None and dim % grad.dim() == 0:
@@ -159,7 +162,8 @@ def gradients(
     grad_x = grad_weight = reduced = gathered = None
     if needs_weight and part and transposed is not None:
         gathered = gather_operand(transposed, axis, 1)
-    find = products.gradient if scatters == 1 else partial(_of_whole, products)
+    one = scatters == 1
+    find = partial(products.gradient, cast=cast) if one else partial(_of_whole, products)
     itself, of_rows = find(grad.flatten(0, -2), (needs_x, needs_weight), noise, parts)
     if needs_x:
         factor = products.weight(weight, (False, True)).transposed

@@ -34,7 +34,6 @@ from megatron_lightning.precision.accumulate import add_to_sum_
 from megatron_lightning.precision.fp8 import FP8TensorRecipe
 from megatron_lightning.precision.fp8_casts import Cast
 from megatron_lightning.precision.kept_operands import addresses, overwrite
-from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.operands import (
     BOTH,
     Noise,
@@ -164,12 +163,11 @@ class QuantizedProducts:
         return y if after is None else after(y)
 
     def _finds(self, foreign: tuple[bool, bool]) -> tuple[bool, bool]:
-        """Whether a region finds the largest values of an input, and of an output's gradient."""
-        if not self.recipe.takes_parts:
-            return False, False
-        of_input, of_gradient = foreign
-        searched = choices.SEARCHES_FOREIGN
-        return not (searched and of_input), not (searched and of_gradient)
+        """Whether a region finds the largest values of an input, and of an output's gradient: of
+        what it doesn't write it would need a pass of its own, which the operation's search beats.
+        """
+        takes, (of_input, of_gradient) = self.recipe.takes_parts, foreign
+        return takes and not of_input, takes and not of_gradient
 
     def run(self, forward: Callable[[Tensor], Tensor], x: Tensor, *, sums: bool) -> Tensor:
         """`forward(x)` of the layer, if need be outside of compiled regions."""

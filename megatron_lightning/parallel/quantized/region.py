@@ -8,6 +8,7 @@ the compiler: see `main_gradient.py` for the `ticket`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.quantized.borders import gradients, product
+from megatron_lightning.precision.fp8_casts import Cast
 from megatron_lightning.precision.operands import Operand
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 Borders = tuple[int, bool, int, str]
 """(`gathers`, `part`, `scatters`, `reduces`) of `quantized_linear`."""
-_NONE: Borders = (1, False, 1, "")
 _WHOLE = MeshAxis(name="whole")
 
 _by_address: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -110,7 +111,7 @@ def _linear_shapes(
     return y, values, scale
 
 
-def _run_gradients(
+def run_gradients(
     grad: Tensor,
     values: Tensor,
     scale: Tensor,
@@ -124,7 +125,9 @@ def _run_gradients(
     part: bool = False,
     scatters: int = 1,
     reduces: str = "",
+    cast: Cast | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """What `quantized_gradients` does. `cast`: see `borders.gradients`."""
     products = products_of(weight)
     axis, dim = _input_border(products, gathers, reduces)
     grad_x, grad_weight = gradients(
@@ -139,6 +142,7 @@ def _run_gradients(
         needs_weight=needs_weight,
         sums=sums,
         parts=parts,
+        cast=cast,
         scatters=scatters,
     )
     return (
@@ -147,7 +151,7 @@ def _run_gradients(
     )
 
 
-def _gradient_shapes(
+def gradient_shapes(
     grad: Tensor,
     values: Tensor,
     scale: Tensor,
@@ -156,12 +160,13 @@ def _gradient_shapes(
     needs_x: bool,
     needs_weight: bool,
     sums: bool,
-    parts: Tensor | None,
+    given: Tensor | None,
     gathers: int = 1,
     part: bool = False,
     scatters: int = 1,
     reduces: str = "",
 ) -> tuple[Tensor, Tensor]:
+    """Of what comes of GRADIENTS, a tensor more, and borders."""
     rows = grad.shape[0] * scatters // gathers
     shape = (rows, *grad.shape[1:-1], weight.shape[1]) if needs_x else (0,)
     grad_x = grad.new_empty(shape)
@@ -169,24 +174,32 @@ def _gradient_shapes(
     return grad_x, torch.empty_like(weight) if made else grad.new_empty(0)
 
 
-# Defined by hand: `torch.library.custom_op` costs the host some ten microseconds more at each call.
 _library = torch.library.Library("megatron_lightning", "FRAGMENT")
+
+
+def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """An operation that regions call as it is. By hand: `torch.library.custom_op` costs the host
+    some ten microseconds more at each call.
+    """
+    _library.define(schema)
+    name = schema.split("(")[0]
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megatron_lightning::{name}", shapes, lib=_library)
+    return getattr(torch.ops.megatron_lightning, name).default
+
+
+GRADIENTS = (
+    "(Tensor grad, Tensor values, Tensor scale, Tensor weight, Tensor ticket, bool needs_x,"
+    " bool needs_weight, bool sums"
+)
+"""What operations take first that give gradients, see `region_gradients`."""
 _BORDERS = 'int gathers=1, bool part=False, int scatters=1, str reduces=""'
-_library.define(
+quantized_linear = define(
     "quantized_linear(Tensor x, Tensor weight, bool keeps, str layout, Tensor? parts,"
-    f" {_BORDERS}) -> (Tensor, Tensor, Tensor)"
+    f" {_BORDERS}) -> (Tensor, Tensor, Tensor)",
+    _run_linear,
+    _linear_shapes,
 )
-_library.define(
-    "quantized_gradients(Tensor grad, Tensor values, Tensor scale, Tensor weight, Tensor ticket,"
-    f" bool needs_x, bool needs_weight, bool sums, Tensor? parts, {_BORDERS}) -> (Tensor, Tensor)"
-)
-for _name, _run, _shapes in (
-    ("quantized_linear", _run_linear, _linear_shapes),
-    ("quantized_gradients", _run_gradients, _gradient_shapes),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megatron_lightning::{_name}", _shapes, lib=_library)
-quantized_linear: Any = torch.ops.megatron_lightning.quantized_linear.default
 """(S, ..., in), (out, in) -> (S, ..., out), and with `keeps` values and scale of the transposed
 input for the backward pass. `layout`: of the recipe's scales; `parts`: contiguous, largest absolute
 values of parts of the input, None: they are to be found.
@@ -196,7 +209,11 @@ Over `gathers` ranks the input is gathered along its first dim, with `part` once
 sequence, what is summed over the tensor ranks, "output", "gradient" (of the input) or "" for
 nothing.
 """
-quantized_gradients: Any = torch.ops.megatron_lightning.quantized_gradients.default
+quantized_gradients = define(
+    f"quantized_gradients{GRADIENTS}, Tensor? parts, {_BORDERS}) -> (Tensor, Tensor)",
+    run_gradients,
+    gradient_shapes,
+)
 """Gradient of (..., out) and what `quantized_linear` kept -> gradients of the input and of the
 weight; empty where it isn't needed, or with `sums` has gone to its sum. `parts`: of the gradient,
 see `quantized_linear`.
@@ -242,11 +259,11 @@ class RegionLinear(torch.autograd.Function):
             weight,
             values,
             scale,
+            largest_of_rows(grad) if ctx.finds else None,
+            *ctx.borders,
             needs_x=needs_x,
             needs_weight=needs_weight,
             sums=ctx.sums,
-            parts=largest_of_rows(grad) if ctx.finds else None,
-            borders=ctx.borders,
         )
         grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -257,20 +274,21 @@ def region_gradients(
     weight: Tensor,
     values: Tensor,
     scale: Tensor,
-    *,
+    *given: Any,
     needs_x: bool,
     needs_weight: bool,
     sums: bool,
-    parts: Tensor | None,
-    borders: Borders = _NONE,
+    operation: Any = quantized_gradients,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`quantized_gradients` of a region, None for what isn't needed or has gone to its sum."""
+    """`operation` of a region, which takes GRADIENTS and what is `given`: gradients of the input
+    and of the weight, None for what isn't needed or has gone to its sum.
+    """
     if not needs_x and not needs_weight:
         return None, None
     sums = sums and needs_x  # an operation without a result would be left out
     ticket = torch.empty(0, device=grad.device)
-    grad_x, grad_weight = quantized_gradients(
-        grad, values, scale, weight, ticket, needs_x, needs_weight, sums, parts, *borders
+    grad_x, grad_weight = operation(
+        grad, values, scale, weight, ticket, needs_x, needs_weight, sums, *given
     )
     made = needs_weight and not sums
     return grad_x if needs_x else None, grad_weight if made else None

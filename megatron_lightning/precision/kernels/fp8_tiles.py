@@ -5,11 +5,13 @@ summed dim. They take 16-bit numbers, see `fp8_casts`.
 # Triton is optional, and a kernel is indexed by its grid.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lightning.precision.formats import FP8_DTYPES, FP8_MAX, padded
 from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.kernels.choices import Tiles
 from megatron_lightning.precision.kernels.fp8 import _limited
@@ -24,14 +26,19 @@ def _scaled(x, scale, limit, bounded: tl.constexpr):
 
 
 @triton.jit
-def _place_of(tile, padded_rows, columns, by_columns, height: tl.constexpr, width: tl.constexpr):
-    """How far down, and how far right a tile is."""
-    high, wide = tl.cdiv(padded_rows, height), tl.cdiv(columns, width)
-    if by_columns:
-        down, right = tile // wide, tile % wide
-    else:
-        down, right = tile % high, tile // high
-    return down.to(tl.int64), right.to(tl.int64)
+def _place_of(tile, columns, width: tl.constexpr):
+    """How far down, and how far right a tile is: those beside each other follow each other."""
+    wide = tl.cdiv(columns, width)
+    return (tile // wide).to(tl.int64), (tile % wide).to(tl.int64)
+
+
+@triton.jit
+def _own_place(columns, width: tl.constexpr):
+    """`_place_of` a program's tile: the last one, whose values have just been written or searched
+    for the largest, comes first.
+    """
+    tile = tl.program_id(0)
+    return _place_of(tl.num_programs(0) - 1 - tile, columns, width)
 
 
 @triton.jit
@@ -64,75 +71,6 @@ def _put_tile(
 
 
 @triton.jit
-def _put_quarter(
-    values,
-    itself,
-    scale,
-    limit,
-    row,
-    column,
-    rows,
-    columns,
-    stride,
-    want_itself: tl.constexpr,
-    bounded: tl.constexpr,
-):
-    """Cast every fourth row of a tile; what is rounded, float32."""
-    scaled = _scaled(values, scale, limit, bounded)
-    if want_itself:
-        inside = (row[:, None] < rows) & (column[None, :] < columns)
-        place = itself + row[:, None] * stride + column[None, :]
-        tl.store(place, scaled.to(itself.dtype.element_ty), mask=inside)
-    return scaled
-
-
-@triton.jit
-def _byte(x, dtype: tl.constexpr):
-    return x.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32)
-
-
-@triton.jit
-def _word(first, second, third, fourth, dtype: tl.constexpr, assembled: tl.constexpr):
-    """Four float32 in `dtype`, as bytes of a word, the first lowest. `assembled`: by instructions
-    that write two of them, so that no byte is moved, which ptxas 12.9 gets wrong (`fp8_casts`).
-    """
-    if assembled:
-        if dtype == tl.float8e4nv:
-            word = tl.inline_asm_elementwise(
-                "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-                " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-                "=r,f,f,f,f",
-                [first, second, third, fourth],
-                dtype=tl.uint32,
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            word = tl.inline_asm_elementwise(
-                "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;"
-                " cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-                "=r,f,f,f,f",
-                [first, second, third, fourth],
-                dtype=tl.uint32,
-                is_pure=True,
-                pack=1,
-            )
-    else:
-        word = _byte(first, dtype) | (_byte(second, dtype) << 8)
-        word |= (_byte(third, dtype) << 16) | (_byte(fourth, dtype) << 24)
-    return word
-
-
-@triton.jit
-def _put_words(words, transposed, column, columns, word_row, padded_rows):
-    """Store words of four rows that follow each other, (rows / 4, columns), turned."""
-    place = transposed.to(tl.pointer_type(tl.uint32), bitcast=True)
-    place += column[:, None] * (padded_rows // 4) + word_row[None, :]
-    real = (column[:, None] < columns) & (word_row[None, :] < padded_rows // 4)
-    tl.store(place, tl.trans(words), mask=real)
-
-
-@triton.jit
 def _load(x, row, column, rows, columns, stride):
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
@@ -153,43 +91,16 @@ def _cast_tile(
     want_itself: tl.constexpr,
     want_transposed: tl.constexpr,
     bounded: tl.constexpr,
-    words: tl.constexpr,
-    assembled: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Cast a tile. `words`: each value once, and threads change words of four rows."""
     column = right * width + tl.arange(0, width)
-    if words:
-        word_row = down * (height // 4) + tl.arange(0, height // 4)
-        row = word_row * 4
-        first = _put_quarter(
-            _load(x, row, column, rows, columns, columns),
-            *(itself, scale, limit, row, column, rows, columns, columns, want_itself, bounded),
-        )
-        second = _put_quarter(
-            _load(x, row + 1, column, rows, columns, columns),
-            *(itself, scale, limit, row + 1, column, rows, columns, columns, want_itself, bounded),
-        )
-        third = _put_quarter(
-            _load(x, row + 2, column, rows, columns, columns),
-            *(itself, scale, limit, row + 2, column, rows, columns, columns, want_itself, bounded),
-        )
-        fourth = _put_quarter(
-            _load(x, row + 3, column, rows, columns, columns),
-            *(itself, scale, limit, row + 3, column, rows, columns, columns, want_itself, bounded),
-        )
-        if want_transposed:
-            element: tl.constexpr = transposed.dtype.element_ty
-            turned = _word(first, second, third, fourth, element, assembled)
-            _put_words(turned, transposed, column, columns, word_row, padded_rows)
-    else:
-        row = down * height + tl.arange(0, height)
-        _put_tile(
-            _load(x, row, column, rows, columns, columns),
-            *(itself, transposed, scale, limit, row, column, rows, columns, columns, padded_rows),
-            *(want_itself, want_transposed, bounded),
-        )
+    row = down * height + tl.arange(0, height)
+    _put_tile(
+        _load(x, row, column, rows, columns, columns),
+        *(itself, transposed, scale, limit, row, column, rows, columns, columns, padded_rows),
+        *(want_itself, want_transposed, bounded),
+    )
 
 
 @triton.jit
@@ -205,64 +116,65 @@ def _cast_both(
     want_itself: tl.constexpr,
     want_transposed: tl.constexpr,
     bounded: tl.constexpr,
-    words: tl.constexpr,
-    assembled: tl.constexpr,
-    by_columns: tl.constexpr,
-    backwards: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    if backwards:
-        tile = tl.num_programs(0) - 1 - tile
-    down, right = _place_of(tile, padded_rows, columns, by_columns, height, width)
+    down, right = _own_place(columns, width)
     _cast_tile(
         *(x, itself, transposed, tl.load(scale), rows, columns, padded_rows, limit, down, right),
-        *(want_itself, want_transposed, bounded, words, assembled, height, width),
+        *(want_itself, want_transposed, bounded, height, width),
     )
-
-
-ASSEMBLED = isinstance(_cast_both, triton.JITFunction)
-"""False in triton's interpreter, which knows no instructions."""
 
 
 def cast_both(
     x: Tensor,
     scale: Tensor,
-    dtype: torch.dtype,
-    limit: float,
+    name: str,
+    wanted: tuple[bool, bool],
     *,
-    itself: bool,
-    transposed: bool,
-    padded_rows: int,
     bounded: bool,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(R, C), contiguous -> (R, C) and (C, `padded_rows`) in FP8, what is wanted of them.
-    `bounded`: with this scale all values are within the format.
-    """
+    """See `fp8_casts.cast_both`; of 16 bits."""
+    tiles = choices.CAST if tiles is None else tiles
     rows, columns = x.shape
-    values = x.new_empty((rows, columns), dtype=dtype) if itself else None
-    turned = x.new_empty((columns, padded_rows), dtype=dtype) if transposed else None
+    return cast_by(_cast_both, (x,), rows, columns, scale, name, wanted, bounded, tiles)
+
+
+def cast_by(
+    kernel: Any,
+    sources: tuple[Tensor, ...],
+    rows: int,
+    columns: int,
+    scale: Tensor,
+    name: str,
+    wanted: tuple[bool, bool],
+    bounded: bool,
+    tiles: Tiles,
+    halves: int = 1,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`cast_both` of the matrix (R, halves * C) that `kernel` makes of `sources`, where a program
+    casts a tile (of `rows` and `columns`) of each of its halves.
+    """
+    itself, transposed = wanted
+    dtype, padded_rows = FP8_DTYPES[name], padded(rows)
+    like = sources[0]
+    values = like.new_empty((rows, halves * columns), dtype=dtype) if itself else None
+    turned = like.new_empty((halves * columns, padded_rows), dtype=dtype) if transposed else None
     if columns and padded_rows:
-        tiles = choices.CAST if tiles is None else tiles
         high, wide = triton.cdiv(padded_rows, tiles.height), triton.cdiv(columns, tiles.width)
-        _cast_both[(high * wide,)](
-            x,
-            x if values is None else values,
-            x if turned is None else turned,
+        kernel[(high * wide,)](
+            *sources,
+            like if values is None else values,
+            like if turned is None else turned,
             scale,
             rows,
             columns,
             padded_rows,
-            limit,
+            FP8_MAX[name],
             want_itself=itself,
             want_transposed=transposed,
             bounded=bounded,
-            words=tiles.words,
-            assembled=ASSEMBLED,
-            by_columns=tiles.by_columns,
-            backwards=tiles.backwards,
             height=tiles.height,
             width=tiles.width,
             num_warps=tiles.warps,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.kernels.fp8 import _larger, _power, _size
-from megatron_lightning.precision.kernels.fp8_tiles import ASSEMBLED, _cast_tile, _place_of
+from megatron_lightning.precision.kernels.fp8_tiles import _cast_tile, _place_of
 
 COLUMNS = 5
 """Of the table: addresses of a weight, of itself and of its transpose in FP8, rows, columns."""
@@ -65,9 +65,6 @@ def _cast_many(
     found,
     limit,
     element: tl.constexpr,
-    words: tl.constexpr,
-    assembled: tl.constexpr,
-    by_columns: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -82,10 +79,10 @@ def _cast_many(
     if tile == 0:
         tl.store(found + member * 12 + 4, scale)
         tl.store(found + member * 12 + 8, inverse)
-    down, right = _place_of(tile, rows, columns, by_columns, height, width)
+    down, right = _place_of(tile, columns, width)
     _cast_tile(
         *(weight, itself, transposed, scale, rows, columns, rows, limit, down, right),
-        *(True, True, True, words, assembled, height, width),
+        *(True, True, True, height, width),
     )
 
 
@@ -115,9 +112,6 @@ def cast_many(
         found,
         limit,
         element=element,
-        words=choices.CAST.words,
-        assembled=ASSEMBLED,
-        by_columns=choices.CAST.by_columns,
         height=height,
         width=width,
         num_warps=choices.CAST.warps,

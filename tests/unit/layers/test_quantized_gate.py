@@ -1,5 +1,6 @@
 """A gated MLP in FP8 in a compiled region: the numbers of its layers one by one."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,13 +9,19 @@ from torch import Tensor
 
 from megatron_lightning.config import GPTConfig
 from megatron_lightning.layers import MLP, TorchBackend, quantized_gate
+from megatron_lightning.layers.gated_silu import gated_silu_backward
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.quantized.quantization import Quantization
+from megatron_lightning.parallel.quantized.region import (
+    announce,
+    quantized_gradients,
+    quantized_linear,
+)
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
-from megatron_lightning.precision.kernels import choices
+from megatron_lightning.precision.fp8_casts import Cast, cast_both
 from megatron_lightning.precision.operands import Recipe
 from tests.interpreter import run_interpreted
 
@@ -97,22 +104,27 @@ def assert_same(got: list[Tensor | None], want: list[Tensor | None]) -> None:
             assert torch.equal(one, two)
 
 
+def as_it_is_computed(grad: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, Cast]:
+    """What a kernel would give: of the gradient its largest values, and what casts it."""
+    rows = gated_silu_backward(grad, inner).flatten(-2).flatten(0, -2)
+    return torch.full_like(inner, torch.nan), rows.abs().amax(dim=-1), partial(cast_both, rows)
+
+
 @pytest.fixture(params=[False, True], ids=["written", "cast"])
-def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the gradient of what enters the unit is cast as it is computed."""
-    monkeypatch.setattr(choices, "GATE_CASTS", request.param)
-    monkeypatch.setattr(choices, "SEARCHES_FOREIGN", request.param)
-    return bool(request.param)
+    if request.param:
+        monkeypatch.setattr(quantized_gate, "_gradient_of", as_it_is_computed)
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "delayed", "rowwise"])
-def test_the_same_as_layers_one_by_one(kind: str, casts: bool) -> None:
+@pytest.mark.usefixtures("casts")
+def test_the_same_as_layers_one_by_one(kind: str) -> None:
     want, _ = run(*made(kind), compiled=False)
     got, graph = run(*made(kind), compiled=True)
     assert_same(got, want)
-    assert ("gated_silu_largest" in graph) == (kind != "rowwise")
-    if casts and kind != "rowwise":
-        assert "gated_silu_backward_largest" not in graph
+    for name in ("gated_silu_largest", "gated_quantized_gradients"):
+        assert (name in graph) == (kind != "rowwise")
 
 
 @pytest.mark.parametrize("frozen", [NAMES, NAMES[:1], NAMES[1:]])
@@ -154,39 +166,62 @@ def test_parts_hold_the_largest() -> None:
     inner = torch.randn(3, 4, 2, 10)
     y, parts = quantized_gate.gated_silu_largest(inner)
     assert parts.max() == y.abs().max()
-    grad, parts = quantized_gate.gated_silu_backward_largest(torch.randn(3, 4, 10), inner)
-    assert parts.max() == grad.abs().max()
     _, parts = quantized_gate.gated_silu_largest(inner[:0])
     assert parts.max() == 0
 
 
-def check_kernels(device: str, dtype: torch.dtype) -> None:
-    """Bit for bit what the kernels give that find no largest values."""
-    from megatron_lightning.layers.kernels import gated_silu, gated_silu_largest
+def check_product(device: str, dtype: torch.dtype) -> None:
+    """Bit for bit what the kernel gives that finds no largest values."""
+    from megatron_lightning.layers.kernels import gated_silu, gated_silu_fp8
 
     torch.manual_seed(0)
     for shape in ((3, 2, 1500), (2, 5, 2, 48)):
         inner = torch.randn(shape).mul(3).to(device, dtype)
-        grad = torch.randn(*shape[:-2], shape[-1]).to(device, dtype)
-        y, parts = gated_silu_largest.forward(inner, 7)
+        y, parts = gated_silu_fp8.largest_product(inner, 7)
         assert torch.equal(y, gated_silu.forward(inner))
         assert parts.max() == y.abs().max()
-        grad_inner, parts = gated_silu_largest.backward(grad, inner, 7)
-        assert torch.equal(grad_inner, gated_silu.backward(grad, inner))
-        assert parts.max() == grad_inner.abs().max()
-        grad.view(-1)[3] = torch.nan
-        assert gated_silu_largest.backward(grad, inner, 7)[1].max() == torch.inf
+        inner.view(-1)[3] = torch.nan
+        assert gated_silu_fp8.largest_product(inner, 7)[1].max() == torch.inf
+
+
+def check_operation(device: str) -> None:
+    """Bit for bit what comes of a gradient that was written, where kernels run."""
+    mlp, quantization = made("tensorwise")
+    layer: Any = mlp.to(device).linear_fc1
+    quantization.begin_run(training=True)
+    weight = layer.weight.detach().view(-1, 32)
+    announce(layer.quantized, weight)
+    x, grad = (torch.randn(5, 3, width).bfloat16().to(device) for width in (32, 48))
+    inner = torch.randn(5, 3, 2, 48).bfloat16().to(device)
+    _, *kept = quantized_linear(x, weight, True, "tensor", None)
+    given = (*kept, weight, torch.empty(0, device=device), True, True, False)
+    assert quantized_gate._gradient_of(grad, inner)[2] is not None
+    got = quantized_gate.gated_quantized_gradients(grad, *given, inner)
+    want = quantized_gradients(gated_silu_backward(grad, inner).flatten(-2), *given, None)
+    assert_same(got, want)
+    assert all(each.any() for each in got)
+
+
+INTERPRETED = """
+from megatron_lightning.layers import kernels
+from megatron_lightning.precision import fp8_casts
+from tests.unit.layers.test_quantized_gate import check_operation, check_product, torch
+
+for dtype in (torch.bfloat16, torch.float32):
+    check_product("cpu", dtype)
+kernels.can_run = fp8_casts._by_kernel = lambda x: True
+check_operation("cpu")
+"""
 
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="the test on CUDA shows the same")
 def test_kernels_in_the_interpreter() -> None:
-    program = "from tests.unit.layers.test_quantized_gate import check_kernels as check, torch\n"
-    program += "check('cpu', torch.bfloat16); check('cpu', torch.float32)"
-    run_interpreted(program)
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_cuda() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        check_kernels("cuda", dtype)
+        check_product("cuda", dtype)
+    check_operation("cuda")

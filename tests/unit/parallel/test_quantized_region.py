@@ -17,7 +17,6 @@ from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import fp8
 from megatron_lightning.precision.delayed import DelayedScaling
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
-from megatron_lightning.precision.kernels import choices
 from megatron_lightning.precision.operands import Recipe
 
 NAMES = ("fc1", "fc2")
@@ -122,7 +121,6 @@ def test_compiled_layers_are_one_graph_and_train_the_same(kind: str) -> None:
 def test_operations_search_what_regions_do_not_write(
     kind: str, foreign: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "SEARCHES_FOREIGN", True)
     monkeypatch.setattr(Linear, "foreign", foreign)
     searched = []
     search = fp8.largest_and_scales_of

@@ -3,7 +3,6 @@ form of the kernels, in triton's interpreter and on a GPU. (The interpreter cuts
 matrices hold what FP8 does.)
 """
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megatron_lightning.precision import fp8_casts
 from megatron_lightning.precision.formats import FP8_DTYPES, FP8_MAX
+from megatron_lightning.precision.operands import BOTH
 from tests.interpreter import run_interpreted
 
 Casts = tuple[Tensor | None, Tensor | None]
@@ -48,53 +48,38 @@ def check_casts(device: str, dtype: torch.dtype) -> None:
         if device == "cpu":
             x = x.clamp(-2, 2).to(FP8_DTYPES[name]).to(dtype)
         _, scale, _ = fp8.largest(x.to(device), FP8_MAX[name])
-        options: dict[str, Any] = {"dtype": FP8_DTYPES[name], "limit": FP8_MAX[name]}
-        options |= {"padded_rows": shape[0] + -shape[0] % 16}
-        forms = [(16, 64, *form) for form in itertools.product((False, True), KINDS)]
-        forms += [(64, 32, words, KINDS[0]) for words in (False, True)]
-        for height, width, words, (wanted, bounded) in forms:
-            tiles = Tiles(height=height, width=width, warps=4, words=words, backwards=bounded)
+        forms = [(16, 64, *kind) for kind in KINDS] + [(64, 32, *KINDS[0])]
+        for height, width, wanted, bounded in forms:
+            tiles = Tiles(height=height, width=width, warps=4)
             factor = scale if bounded else scale * 64  # which saturates
             got = fp8_tiles.cast_both(
-                x.to(device),
-                factor,
-                **options,
-                itself=wanted[0],
-                transposed=wanted[1],
-                bounded=bounded,
-                tiles=tiles,
+                x.to(device), factor, name, wanted, bounded=bounded, tiles=tiles
             )
             assert_same_casts(got, fp8_casts.cast_both(x, factor.cpu(), name, wanted))
 
 
 def check_gates(device: str, dtype: torch.dtype) -> None:
-    from megatron_lightning.layers.kernels import gated_silu_fp8, gated_silu_largest
+    from megatron_lightning.layers.kernels import gated_silu, gated_silu_fp8
     from megatron_lightning.precision.kernels import fp8, fp8_tiles
     from megatron_lightning.precision.kernels.choices import Spans, Tiles
 
     for shape, name in (((37, 2, 48), "e5m2"), ((2, 3, 2, 80), "e4m3")):
         inner = sample(shape, dtype).mul(0.01).to(device)
         grad = sample((*shape[:-2], shape[-1]), dtype).to(device)
-        want, parts = gated_silu_largest.backward(grad, inner, 7)
+        rows = gated_silu.backward(grad, inner).view(-1, 2 * shape[-1])
         for block, programs in ((16, 3), (64, 1000)):
             spans = Spans(block=block, warps=4, programs=programs)
             found = gated_silu_fp8.largest_gradient(grad, inner, spans)
-            assert found.max() == parts.max()
-        _, scale, _ = fp8.join(parts, FP8_MAX[name])
-        rows = want.view(-1, 2 * shape[-1])
-        for words, (wanted, bounded) in itertools.product((False, True), KINDS):
+            assert found.max() == rows.abs().max()
+        _, scale, _ = fp8.join(found, FP8_MAX[name])
+        tiles = Tiles(height=32, width=64, warps=4)
+        for wanted, bounded in KINDS:
             factor = scale if bounded else scale * 64
-            options: dict[str, Any] = {"dtype": FP8_DTYPES[name], "limit": FP8_MAX[name]}
-            options |= {"bounded": bounded}
-            options |= {"padded_rows": len(rows) + -len(rows) % 16}
-            options |= {"itself": wanted[0], "transposed": wanted[1]}
-            tiles = Tiles(height=32, width=64, warps=4, words=words, by_columns=bounded)
+            options: dict[str, Any] = {"name": name, "wanted": wanted, "bounded": bounded}
             got = gated_silu_fp8.cast_gradient(grad, inner, factor, tiles=tiles, **options)
             assert_same_casts(got, fp8_tiles.cast_both(rows, factor, **options))
-        got = gated_silu_fp8.cast(grad, inner, scale, name, (True, True), bounded=True)
-        options = {"dtype": FP8_DTYPES[name], "limit": FP8_MAX[name], "itself": True}
-        options |= {"transposed": True, "padded_rows": len(rows) + -len(rows) % 16}
-        assert_same_casts(got, fp8_tiles.cast_both(rows, scale, **options, bounded=False))
+        got = gated_silu_fp8.cast_gradient(grad, inner, scale, name, BOTH, bounded=True)
+        assert_same_casts(got, fp8_tiles.cast_both(rows, scale, name, BOTH, bounded=False))
         grad.view(-1)[3] = torch.nan
         assert gated_silu_fp8.largest_gradient(grad, inner).max() == torch.inf
         _, scale, _ = fp8.join(gated_silu_fp8.largest_gradient(grad, inner), FP8_MAX[name])
