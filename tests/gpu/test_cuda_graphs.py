@@ -310,10 +310,8 @@ def test_short_micro_batches_in_fp8_take_less_time(hidden: int) -> None:
     graphed = of("layers", False, hidden, fp8=True)
     assert graphed["cudaGraphLaunch"] == both["cudaGraphLaunch"] == 16
     launches = ("cudaLaunchKernel", "cuLaunchKernel")
-    assert sum(both[kind] for kind in launches) < 0.7 * sum(compiled[kind] for kind in launches)
-    assert both["ms"] < min(compiled["ms"], graphed["ms"])
-    if hidden == 1024:
-        assert both["ms"] < compiled["ms"] / 1.5
+    assert sum(both[kind] for kind in launches) < 0.5 * sum(compiled[kind] for kind in launches)
+    assert max(both["ms"], graphed["ms"]) < compiled["ms"] / 2
 
 
 @pytest.mark.parametrize("experts", ["padded", "dropless"])
