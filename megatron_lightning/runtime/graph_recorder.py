@@ -89,6 +89,9 @@ class CudaRecorder:
                 _abandon(graph)
                 raise
             graph.capture_end()
+        # Beginning to record fills the generators' seeds and offsets on this stream, and a replay
+        # does on its own: whichever came last would count.
+        torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs.add(graph)
         return graph.replay, result
 

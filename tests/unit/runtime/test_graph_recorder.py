@@ -37,16 +37,24 @@ class Graph:
 
 
 class Stream:
+    """Notes who waits for whom."""
+
+    waits: list[tuple[str, str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     def wait_stream(self, other: Any) -> None:
-        pass
+        Stream.waits.append((self.name, other.name))
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
     monkeypatch.setattr(Graph, "pools", [])
+    monkeypatch.setattr(Stream, "waits", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", itertools.count().__next__)
     return CudaRecorder(torch.device("cpu"))
@@ -67,6 +75,13 @@ def test_graphs_go_with_the_last_that_replays_them(recorder: CudaRecorder) -> No
     assert len(set(Graph.pools)) == 1
     del replays
     assert Graph.alive == before
+
+
+def test_the_first_replay_comes_after_what_recording_did(recorder: CudaRecorder) -> None:
+    """`capture_begin` fills the generators' seeds and offsets, which a replay fills too."""
+    Stream.waits.clear()
+    record(recorder)
+    assert Stream.waits == [("recording", "current"), ("current", "recording")]
 
 
 def test_a_pool_is_not_used_after_its_graphs(recorder: CudaRecorder) -> None:
