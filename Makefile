@@ -28,8 +28,8 @@ test: lint types $(TOOLS)  ## lint, types, and every test that is not slow
 test-slow: $(TOOLS)  ## the tests of more than ten seconds
 	$(PYTEST) -m slow $(ARGS)
 
-test-gpu: $(TOOLS)  ## the tests that need CUDA devices
-	$(PYTEST) -m gpu $(ARGS)
+test-gpu: $(TOOLS)  ## the tests that need CUDA devices, on all of them at once
+	$(BIN)/python tests/gpu/run_all.py $(ARGS)
 
 lint: $(TOOLS)  ## style, formatting, import rules, spelling
 	$(BIN)/ruff check .

@@ -151,6 +151,7 @@ def fit_large(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_stall_of_the_dense_shape(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 40 * 2**30:
         pytest.skip("needs 40 GiB of disk: two checkpoints of 15 GB at a time")

@@ -286,6 +286,7 @@ def of(
     return result
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hidden", [1024, 2048])
 def test_short_micro_batches_take_less_time(hidden: int) -> None:
     """8 layers, one sample of 1024 tokens a step. Whole steps: the head, the optimizer and
@@ -301,6 +302,7 @@ def test_short_micro_batches_take_less_time(hidden: int) -> None:
         assert both["ms"] < compiled["ms"] / 1.3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hidden", [1024, 2048])
 def test_short_micro_batches_in_fp8_take_less_time(hidden: int) -> None:
     """The same in FP8, where the host has several launches for each product."""
@@ -314,6 +316,7 @@ def test_short_micro_batches_in_fp8_take_less_time(hidden: int) -> None:
     assert max(both["ms"], graphed["ms"]) < compiled["ms"] / 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("experts", ["padded", "dropless"])
 def test_layers_with_experts_take_less_time(experts: str) -> None:
     """The same with 16 experts, of which each token sees two."""

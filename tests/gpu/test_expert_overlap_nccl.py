@@ -197,6 +197,7 @@ def timed(rank: int, world_size: int, paired: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_times_of_a_step_and_the_same_losses() -> None:
     """Times are printed, not judged: over NVLink pairs were slower (docs/expert_parallel.md)."""
     plain, paired = (

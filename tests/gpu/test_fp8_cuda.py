@@ -381,6 +381,7 @@ def _milliseconds(layer: Linear, x: Tensor, grad: Tensor, repeats: int = 10) -> 
     return sorted(times)[repeats // 2]
 
 
+@pytest.mark.alone
 def test_speed_of_a_linear() -> None:
     """Forward and both gradients at 8192 tokens, 4096 -> 28672, weights rounded before."""
     tokens, inputs, outputs = 8192, 4096, 28672

@@ -262,6 +262,7 @@ SHAPES = {
 """Experts, input and output features, rows."""
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_each_part_takes(name: str, skewed: bool) -> None:
@@ -336,6 +337,7 @@ def _try_tiles(recipe: ExpertRecipe, w: Tensor, x: Tensor, counts: Tensor) -> No
         setattr(kernels, field, value)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_a_window_takes(name: str) -> None:
     """Forward and backward of one linear layer of experts, weights rounded once in a window."""

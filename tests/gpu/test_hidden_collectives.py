@@ -112,6 +112,7 @@ def watched(rank: int, world_size: int, case: str, directory: str) -> list[dict[
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", CASES)
 def test_share_of_collectives_that_is_hidden(case: str, tmp_path: Any) -> None:
     least = CASES[case][-1]
@@ -217,6 +218,7 @@ def traced(rank: int, world_size: int, case: str) -> tuple[list[Collective], flo
     return trace.collectives()
 
 
+@pytest.mark.alone
 def test_timeline_of_zero_1() -> None:
     case = "dp2 zero-1"
     for rank, (rows, optimizer) in enumerate(run_ranks_fresh(traced, 2, case, timeout=240)):

@@ -94,6 +94,7 @@ def test_training_is_that_of_autograd(compiled: bool) -> None:
     assert_same_training(found, wanted, torch.bfloat16)
 
 
+@pytest.mark.alone
 def test_time_of_a_layer() -> None:
     """Prints milliseconds of forward and backward of one compiled layer of 1.1B's shape."""
     config = GPTConfig(

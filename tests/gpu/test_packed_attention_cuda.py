@@ -190,6 +190,7 @@ def speeds(kernel: BlockKernel, lengths: list[int], size: int) -> tuple[float, f
     return operations / forward, 3.5 * operations / (forward + backward)
 
 
+@pytest.mark.alone
 def test_table_of_speeds() -> None:
     """TFLOP/s of forward, and forward and backward, of each kernel; nothing is asserted."""
     kernels: dict[str, BlockKernel] = {"flash": FlashKernel()}
@@ -227,6 +228,7 @@ def test_what_rounding_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     ragged_shapes._sizes.cache_clear()
 
 
+@pytest.mark.alone
 def test_time_of_a_plan() -> None:
     """Milliseconds to build a plan and of the host a call; nothing is asserted."""
     if not ragged_plans.front_end_installed():

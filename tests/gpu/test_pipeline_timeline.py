@@ -90,6 +90,7 @@ def watched(rank: int, world_size: int, schedule: str, directory: str) -> dict[s
     }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_idle_time_is_the_simulated_one(schedule: str, tmp_path: Any) -> None:
     got = run_ranks_fresh(watched, 2, schedule, str(tmp_path), timeout=240)[0]

@@ -206,6 +206,7 @@ def timed(rank: int, world_size: int) -> dict[str, Any]:
     return {"times": times, "far": far, "chosen": chosen is not None}
 
 
+@pytest.mark.alone
 @two_gpus
 def test_time_of_two_layers() -> None:
     found = run_ranks(timed, 2, timeout=200, backend="nccl")[0]

@@ -83,6 +83,7 @@ def milliseconds(core: Any, tensors: list[Tensor], sinks: Tensor | None) -> floa
     return begin.elapsed_time(end) / 5
 
 
+@pytest.mark.alone
 def test_cost() -> None:
     """Sinks cost little beside the kernel; capped scores are the slow way, and fit in memory."""
     q, k, v, sinks = inputs(128, torch.bfloat16, length=8192)
