@@ -5,9 +5,9 @@
 The matrices are those of shapes (a) and (b) of `shapes.py`: inputs and gradients of all linear
 layers. Each kernel is timed alone, with nothing of its matrix in the cache, as the median of some
 calls; `share` is the time of a copy of the same bytes in this process over its own. Results of
-every setting must be, bit for bit, those of one with nothing clever, in both formats, also where
-weights are cast together, and the gate's those of a gradient that was written; else it is told as
-WRONG, and left out. What is best over a step is printed as the lines of
+every setting must be, bit for bit, those of one of them, in both formats, also where weights are
+cast together, and the gate's those of a gradient that was written; else it is told as WRONG, and
+left out. What is best over a step is printed as the lines of
 `megatron_lightning/precision/kernels/choices.py`.
 
 `--seconds` ends it early; settings left out are told. `--tiny` is a dry run, on a CPU too with

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lightning.parallel.axes import MeshAxis
 from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.quantized.borders import gradients, product
+from megatron_lightning.precision.formats import padded
 from megatron_lightning.precision.fp8_casts import Cast
 from megatron_lightning.precision.operands import Operand
 
@@ -101,7 +102,7 @@ def _linear_shapes(
         return y, x.new_empty(0), x.new_empty(0)
     columns = x.shape[-1]
     rows = x.numel() // columns * (1 if part else gathers)
-    values = x.new_empty((columns, (rows + 15) // 16 * 16), dtype=torch.float8_e4m3fn)
+    values = x.new_empty((columns, padded(rows)), dtype=torch.float8_e4m3fn)
     if layout == "tensor":
         scale = x.new_empty((), dtype=torch.float32)
     elif layout == "rows":

@@ -185,7 +185,9 @@ def check_product(device: str, dtype: torch.dtype) -> None:
 
 
 def check_operation(device: str) -> None:
-    """Bit for bit what comes of a gradient that was written, where kernels run."""
+    """Bit for bit what comes of a gradient that was written, where kernels run; however what it is
+    computed from lies in memory.
+    """
     mlp, quantization = made("tensorwise")
     layer: Any = mlp.to(device).linear_fc1
     quantization.begin_run(training=True)
@@ -193,6 +195,7 @@ def check_operation(device: str) -> None:
     announce(layer.quantized, weight)
     x, grad = (torch.randn(5, 3, width).bfloat16().to(device) for width in (32, 48))
     inner = torch.randn(5, 3, 2, 48).bfloat16().to(device)
+    turned = grad.mT.contiguous().mT, inner.mT.contiguous().mT
     _, *kept = quantized_linear(x, weight, True, "tensor", None)
     given = (*kept, weight, torch.empty(0, device=device), True, True, False)
     assert quantized_gate._gradient_of(grad, inner)[2] is not None
@@ -200,6 +203,7 @@ def check_operation(device: str) -> None:
     want = quantized_gradients(gated_silu_backward(grad, inner).flatten(-2), *given, None)
     assert_same(got, want)
     assert all(each.any() for each in got)
+    assert_same(quantized_gate.gated_quantized_gradients(turned[0], *given, turned[1]), got)
 
 
 INTERPRETED = """
