@@ -34,35 +34,47 @@ class WeightCasts:
         from megatron_lightning.precision.kernels import fp8_weights as kernel
 
         self._weights = list(weights)
-        self._key = _key(weights)
         device = weights[0].device
         sizes = [weight.numel() for weight in weights]
         with torch.inference_mode(False), torch.no_grad():
             dtype = torch.float8_e4m3fn
             buffers = [torch.empty(sum(sizes), dtype=dtype, device=device) for _ in range(2)]
             self._found = torch.zeros(len(weights), kernel.STEP, device=device)
-            self._pairs: list[Pair] = []
-            rows = []
-            parts = zip(*(buffer.split(sizes) for buffer in buffers), strict=True)
-            for weight, (itself, turned), found in zip(weights, parts, self._found, strict=True):
-                rows.append(
-                    (weight.data_ptr(), itself.data_ptr(), turned.data_ptr(), *weight.shape)
+            self._parts = list(zip(*(buffer.split(sizes) for buffer in buffers), strict=True))
+            places = zip(weights, self._parts, self._found, strict=True)
+            self._pairs = [
+                Pair(
+                    Operand(itself.view(weight.shape), found[8]),
+                    Operand(turned.view(weight.shape[::-1]), found[8]),
                 )
-                self._pairs.append(
-                    Pair(
-                        Operand(itself.view(weight.shape), found[8]),
-                        Operand(turned.view(weight.shape[::-1]), found[8]),
-                    )
-                )
+                for weight, (itself, turned), found in places
+            ]
             height, width = kernel.tile()
             tiles = [-(-w.shape[0] // height) * -(-w.shape[1] // width) for w in weights]
-            self._table = torch.tensor(rows, dtype=torch.int64, device=device)
+            self._table = self._addresses()
             self._chunks = _programs([-(-size // kernel.CHUNK) for size in sizes], device)
             self._tiles = _programs(tiles, device)
 
-    def fits(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these are the same weights in the same memory."""
-        return _key(weights) == self._key
+    def follow(self, weights: Sequence[Tensor]) -> bool:
+        """Cast these from now on, into the memory that those before are cast into, where CUDA
+        graphs read it; False, and nothing is changed, where shapes or dtypes are others.
+        """
+        if list(map(_kind, weights)) != list(map(_kind, self._weights)):
+            return False
+        moved = _places(weights) != _places(self._weights)
+        self._weights = list(weights)
+        if moved:
+            with torch.inference_mode(False):
+                self._table = self._addresses()
+        return True
+
+    def _addresses(self) -> Tensor:
+        """A row for each weight, see `fp8_weights.COLUMNS`."""
+        rows = [
+            (weight.data_ptr(), itself.data_ptr(), turned.data_ptr(), *weight.shape)
+            for weight, (itself, turned) in zip(self._weights, self._parts, strict=True)
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device=self._weights[0].device)
 
     @torch.no_grad()
     def cast(self) -> list[Pair]:
@@ -90,8 +102,12 @@ def fit(weights: Sequence[Tensor]) -> bool:
     )
 
 
-def _key(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(weight.data_ptr() for weight in weights)
+def _kind(weight: Tensor) -> tuple[object, ...]:
+    return weight.shape, weight.dtype, weight.device
+
+
+def _places(weights: Sequence[Tensor]) -> list[int]:
+    return [weight.data_ptr() for weight in weights]
 
 
 def _programs(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ class Quantization:
         if not fit(weights):
             self._casts = None
             return
-        if self._casts is None or not self._casts.fits(weights):
+        if self._casts is None or not self._casts.follow(weights):
             self._casts = WeightCasts(weights)
         for (products, weight), pair in zip(members, self._casts.cast(), strict=True):
             products.hold(weight, pair)

@@ -40,8 +40,12 @@ def check(device: str, dtype: torch.dtype) -> None:
             assert_same_pair(pair, alone)
         for weight in weights:
             weight.mul_(-3)
-    assert casts.fits(weights)
-    assert not casts.fits(weights[1:])
+        weights = [weight.clone() for weight in weights]
+        assert casts.follow(weights)
+    assert casts.cast()[0] is pairs[0]  # whatever is cast, into the same memory
+    assert not casts.follow(weights[1:])
+    assert not casts.follow([weight.float() for weight in weights])
+    assert_same_pair(casts.cast()[0], recipe.pair(weights[0], "weight"))
 
 
 INTERPRETED = """
@@ -68,8 +72,9 @@ class Casts:
         Casts.made += 1
         self.weights = weights
 
-    def fits(self, weights: list[Tensor]) -> bool:
-        return [one.data_ptr() for one in weights] == [one.data_ptr() for one in self.weights]
+    def follow(self, weights: list[Tensor]) -> bool:
+        self.weights = weights
+        return True
 
     def cast(self) -> list[Pair]:
         return [FP8TensorRecipe("e5m2").pair(weight, "weight") for weight in self.weights]

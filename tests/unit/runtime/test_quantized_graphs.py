@@ -110,7 +110,7 @@ class InPlace(Casts):
 
 class Changes(layout_runs.Recorder):
     """Writes to a weight: between windows, in the middle of one, and past the version counter while
-    it is evaluated, which weight averaging does.
+    it is evaluated, which weight averaging does. Another weight has other memory meanwhile.
     """
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
@@ -121,12 +121,15 @@ class Changes(layout_runs.Recorder):
     def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
         self.before = self.weight(module).detach().clone()
         self.weight(module).data.mul_(-2.0)
+        other = self.weight(module, "linear_fc2")
+        self.kept, other.data = other.data, other.data * 3.0
 
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         self.weight(module).data.copy_(self.before)
+        self.weight(module, "linear_fc2").data = self.kept
 
-    def weight(self, module: Any) -> Tensor:
-        return module.network.decoder.layers["1"].mlp.linear_fc1.weight
+    def weight(self, module: Any, name: str = "linear_fc1") -> Tensor:
+        return getattr(module.network.decoder.layers["1"].mlp, name).weight
 
 
 @pytest.mark.parametrize("together", [False, True])
