@@ -3,6 +3,7 @@ and a stand-in for a graph repeats the recorded operations on the same memory.
 """
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,10 +45,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made.clear()
 
 
-def run_of(graphs: bool, recipe: str, *, compiled: bool = False, **changes: Any) -> Run:
-    """Real products where torch has them on the CPU."""
+def run_of(
+    graphs: bool, recipe: str, *, compiled: bool = False, simulate: bool = False, **changes: Any
+) -> Run:
+    """Real products where torch has them on the CPU, unless they are to be simulated."""
     config: Any = dict(recipe=recipe, keep_first=0, keep_last=0)
-    quantization = QuantizationConfig(**config, simulate=recipe in ("fp8_blockwise", "mxfp8"))
+    simulate = simulate or recipe in ("fp8_blockwise", "mxfp8")
+    quantization = QuantizationConfig(**config, simulate=simulate)
     runtime = replace(GRAPHS if graphs else RuntimeConfig(), compile_layers=compiled)
     layout = dict(micro_batch_size=4, quantization=quantization, runtime=runtime)
     trainer = dict(precision="bf16-mixed") | changes.pop("trainer", {})
@@ -69,7 +73,16 @@ def compare(recipe: str, **changes: Any) -> int:
     "recipe", ["fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8"]
 )
 def test_training_is_the_same(recipe: str, accumulate: int) -> None:
-    replays = compare(recipe, trainer=dict(accumulate_grad_batches=accumulate))
+    check_replays(recipe, accumulate)
+
+
+def test_simulated_delayed_scaling() -> None:
+    check_replays("fp8_delayed", 2, simulate=True)
+
+
+def check_replays(recipe: str, accumulate: int, **changes: Any) -> None:
+    """Training is the same, and by as many replays as can be."""
+    replays = compare(recipe, trainer=dict(accumulate_grad_batches=accumulate), **changes)
     # All micro-batches of both kinds but two of each; delayed scaling begins with a history.
     forwards = 2 * accumulate * (7 if recipe == "fp8_delayed" else 8)
     assert replays == 2 * (forwards - 4)
@@ -144,6 +157,16 @@ def test_weights_written_by_others_are_rounded_anew(
     trainer = dict(accumulate_grad_batches=2, val_check_interval=5)
     # None is made anew: rounded weights stay where they are.
     assert compare(recipe, trainer=trainer) == 2 * (2 * 2 * 8 - 4)
+
+
+def test_graphs_are_made_anew_where_rounded_weights_have_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    windows = itertools.count()
+    monkeypatch.setattr(quantizations, "fit", lambda weights: bool(weights) and next(windows) > 4)
+    monkeypatch.setattr(quantizations, "WeightCasts", InPlace)
+    # Of eight windows of two micro-batches: the third to the fifth, and the last one's second.
+    assert compare("fp8_tensorwise") == 2 * (3 * 2 + 1)
 
 
 class Steady(layout_runs.Recorder):
@@ -227,7 +250,8 @@ def test_copies_of_a_layer_round_into_memory_of_their_own() -> None:
         weight_stays=True,
     )
     weight = torch.randn(16, 32)
-    layer.refresh(weight)
+    with torch.inference_mode():  # what an evaluation makes is overwritten too
+        layer.refresh(weight)
     where = layer.weight_addresses
     layer.refresh(weight.mul_(2))
     assert layer.weight_addresses == where
