@@ -54,8 +54,8 @@ class GraphRegion:
         self._buffers = [(m._buffers, name) for m in self._modules for name in m._buffers]
         self._routers = [m for m in self._modules if isinstance(m, Router)]
         moved = [m.dispatcher for m in self._modules if isinstance(m, MoELayer)]
-        self._rounded: list[tuple[QuantizedProducts, Any]] = []
         self._clocks = [d.ranks.clock for d in moved if isinstance(d, AllToAllDispatcher)]
+        self._rounded: list[tuple[QuantizedProducts, Any]] = []
         draws = any(isinstance(m, (Dropout, Jitter)) and m.draws for m in self._modules)
         self.generators: Sequence[torch.Generator] = (
             streams.generators() if draws and streams is not None else ()
