@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.precision.formats import FP8_MAX, power_of_two_scale
-from megatron_lightning.precision.operands import Reduce, Role, TensorRecipe, largest
+from megatron_lightning.precision.operands import Reduce, Role, largest
+from megatron_lightning.precision.simulated import TensorRecipe
 
 ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
 _STEP = 4

@@ -38,10 +38,10 @@ from megatron_lightning.precision.operands import (
     Pair,
     Reduce,
     Role,
-    TensorRecipe,
     Wanted,
     identity,
 )
+from megatron_lightning.precision.simulated import TensorRecipe
 
 _CAPABILITY = (8, 9)
 _ROWS = 16

@@ -22,13 +22,7 @@ from megatron_lightning.precision.formats import (
     padded,
     power_of_two_scale,
 )
-from megatron_lightning.precision.operands import (
-    Reduce,
-    by_blocks,
-    identity,
-    largest,
-    row_largest,
-)
+from megatron_lightning.precision.operands import Reduce, by_blocks, identity, largest, row_largest
 from megatron_lightning.utils.logging import is_installed
 
 BLOCK = 128

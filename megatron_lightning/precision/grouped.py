@@ -20,14 +20,8 @@ from torch import Tensor
 
 from megatron_lightning.precision.fp8 import FP8RowRecipe
 from megatron_lightning.precision.fp8_casts import cast_groups, cast_stack_columns
-from megatron_lightning.precision.operands import (
-    Operand,
-    Reduce,
-    Role,
-    RowRecipe,
-    identity,
-    pad_to,
-)
+from megatron_lightning.precision.operands import Operand, Reduce, Role, identity, pad_to
+from megatron_lightning.precision.simulated import RowRecipe
 
 FORMAT = "e4m3"
 _CAPABILITY = (9, 0)

@@ -28,11 +28,11 @@ from megatron_lightning.precision.operands import (
     Recipe,
     Reduce,
     Role,
-    TensorRecipe,
     Wanted,
     identity,
     pad_to,
 )
+from megatron_lightning.precision.simulated import TensorRecipe
 
 _MULTIPLE = 16
 """Rows and columns of an FP8 product."""

@@ -35,7 +35,8 @@ from megatron_lightning.parallel.quantized import recipes
 from megatron_lightning.parallel.quantized.apply import apply_quantization
 from megatron_lightning.parallel.quantized.chosen_layers import chosen_linears
 from megatron_lightning.parallel.quantized.experts import RowScaledExperts
-from megatron_lightning.parallel.quantized.products import QuantizedExperts, QuantizedProducts
+from megatron_lightning.parallel.quantized.experts_in_turn import QuantizedExperts
+from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.tensor import apply_tensor_parallel
 from megatron_lightning.parallel.weight_gradient import WeightGradients, apply_weight_sinks

@@ -17,14 +17,12 @@ from megatron_lightning.layers.linear import Linear
 from megatron_lightning.layers.moe.experts import ExpertLinear
 from megatron_lightning.models.gpt import GPTModel
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.quantized.products import (
-    QuantizedExperts,
-    QuantizedProducts,
-    WeightClock,
-)
+from megatron_lightning.parallel.quantized.experts_in_turn import QuantizedExperts
+from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision.fp8 import FP8RowRecipe, FP8TensorRecipe
-from megatron_lightning.precision.operands import Recipe, RowRecipe, TensorRecipe
+from megatron_lightning.precision.operands import Recipe
+from megatron_lightning.precision.simulated import RowRecipe, TensorRecipe
 from megatron_lightning.strategies import MegatronStrategy
 from tests.harness import run_ranks_fresh
 from tests.layout_runs import Batches, Recorder, Run, boxes, make_strategy, tiny_config

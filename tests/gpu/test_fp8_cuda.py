@@ -32,13 +32,8 @@ from megatron_lightning.precision.fp8 import (
     FP8TensorRecipe,
     device_problem,
 )
-from megatron_lightning.precision.operands import (
-    BlockRecipe,
-    Operand,
-    Recipe,
-    RowRecipe,
-    TensorRecipe,
-)
+from megatron_lightning.precision.operands import Operand, Recipe
+from megatron_lightning.precision.simulated import BlockRecipe, RowRecipe, TensorRecipe
 from tests.unit.precision.test_weight_casts import check as check_weight_casts
 
 pytestmark = [

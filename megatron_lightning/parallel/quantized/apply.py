@@ -24,12 +24,9 @@ from megatron_lightning.parallel.philox import make_key
 from megatron_lightning.parallel.plain_layers import adopt
 from megatron_lightning.parallel.quantized.borders import one_operation
 from megatron_lightning.parallel.quantized.experts import RowScaledExperts
+from megatron_lightning.parallel.quantized.experts_in_turn import QuantizedExperts
 from megatron_lightning.parallel.quantized.noise import RoundingNoise
-from megatron_lightning.parallel.quantized.products import (
-    QuantizedExperts,
-    QuantizedProducts,
-    WeightClock,
-)
+from megatron_lightning.parallel.quantized.products import QuantizedProducts, WeightClock
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.parallel.quantized.recipes import build_recipe, check_device
 from megatron_lightning.parallel.quantized.tensor_split import tensor_split_of

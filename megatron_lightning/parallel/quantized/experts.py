@@ -18,10 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.parallel.axes import MeshAxis
-from megatron_lightning.parallel.quantized.products import (
-    WeightClock,
-    largest_over,
-)
+from megatron_lightning.parallel.quantized.products import WeightClock, largest_over
 from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
 from megatron_lightning.precision.grouped import Columns, ExpertRecipe
 from megatron_lightning.precision.operands import Operand, Reduce, identity

@@ -1,11 +1,11 @@
 """Linear layers whose three products take factors of eight or four bits.
 
-What a recipe rounds and how is in `precision/operands.py`; here stand the layer's borders and what
-is kept. Of the input the rounded transpose is kept for the backward pass, in place of the input;
-with sequence parallelism the own part of it. Weights are rounded once in a window. Rows of a matrix
-have the same scales in every layout: largest values are taken over the ranks that hold other rows,
-which is one small reduction each, but for delayed scaling. So are those over ranks that hold other
-features, unless the recipe `splits_scales`.
+What a recipe rounds and how is in `precision/simulated.py` and `precision/fp8.py`; here stand the
+layer's borders and what is kept. Of the input the rounded transpose is kept for the backward pass,
+in place of the input; with sequence parallelism the own part of it. Weights are rounded once in a
+window. Rows of a matrix have the same scales in every layout: largest values are taken over the
+ranks that hold other rows, which is one small reduction each, but for delayed scaling. So are those
+over ranks that hold other features, unless the recipe `splits_scales`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.parallel.axes import MeshAxis
@@ -367,38 +366,3 @@ def _call(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 _outside_of_regions: Any = torch.compiler.disable(_call)
 
 _WHOLE = MeshAxis(name="whole")
-
-
-@dataclass(eq=False)
-class QuantizedExperts:
-    """What a layer of experts holds to run in low precision: one expert after the other, each with
-    scales of its own, so that neither other experts nor empty rows touch them.
-    """
-
-    products: tuple[QuantizedProducts, ...]
-    """Of each expert held."""
-
-    def __call__(
-        self, rows: Tensor, weight: Tensor, counts: Tensor, multiply: object, defer: object
-    ) -> Tensor:
-        """(R, in) by expert, (E, N, in), (E,) rows of each -> (R, N). The host waits for counts.
-        Weight gradients are the recipe's, and none is put off.
-        """
-        return _experts_outside(self, rows, weight, counts)
-
-    def run(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        """See `__call__`."""
-        sizes: list[int] = counts.tolist()
-        *parts, left = rows.split([*sizes, len(rows) - sum(sizes)])
-        done = [
-            products(part, one, None, None, sums=False) if len(part) else F.linear(part, one)
-            for products, part, one in zip(self.products, parts, weight.unbind(0), strict=True)
-        ]
-        return torch.cat([*done, rows.new_zeros(len(left), weight.shape[1])])
-
-
-def _run_experts(experts: QuantizedExperts, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return experts.run(rows, weight, counts)
-
-
-_experts_outside: Any = torch.compiler.disable(_run_experts)

@@ -14,11 +14,11 @@ from megatron_lightning.precision.fp8 import (
     FP8TensorRecipe,
     device_problem,
 )
-from megatron_lightning.precision.operands import (
+from megatron_lightning.precision.operands import Recipe
+from megatron_lightning.precision.simulated import (
     BlockRecipe,
     MXFP8Recipe,
     NVFP4Recipe,
-    Recipe,
     RowRecipe,
     TensorRecipe,
 )

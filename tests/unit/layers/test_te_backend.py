@@ -23,7 +23,8 @@ from megatron_lightning.parallel.quantized.products import QuantizedProducts, We
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import te
 from megatron_lightning.precision.delayed import DelayedScaling
-from megatron_lightning.precision.operands import BlockRecipe, Operand, Recipe, Role, TensorRecipe
+from megatron_lightning.precision.operands import Operand, Recipe, Role
+from megatron_lightning.precision.simulated import BlockRecipe, TensorRecipe
 from megatron_lightning.precision.te_recipes import TEBlockRecipe, TETensorRecipe
 from tests import te_stand_in
 from tests.layout_runs import tiny_config

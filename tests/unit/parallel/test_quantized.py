@@ -12,16 +12,15 @@ from megatron_lightning.parallel.quantized.products import QuantizedProducts
 from megatron_lightning.parallel.quantized.quantization import Quantization
 from megatron_lightning.precision.operands import (
     BOTH,
-    MXFP8Recipe,
     Noise,
     Pair,
     Recipe,
     Reduce,
     Role,
-    RowRecipe,
     Wanted,
     identity,
 )
+from megatron_lightning.precision.simulated import MXFP8Recipe, RowRecipe
 
 Asked = list[tuple[str, Wanted]]
 

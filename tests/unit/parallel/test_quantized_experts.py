@@ -19,10 +19,8 @@ from megatron_lightning.parallel.collectives import all_reduce_
 from megatron_lightning.parallel.mesh import ParallelMesh
 from megatron_lightning.parallel.quantized.apply import _experts
 from megatron_lightning.parallel.quantized.experts import RowScaledExperts
-from megatron_lightning.parallel.quantized.products import (
-    QuantizedExperts,
-    WeightClock,
-)
+from megatron_lightning.parallel.quantized.experts_in_turn import QuantizedExperts
+from megatron_lightning.parallel.quantized.products import WeightClock
 from megatron_lightning.parallel.quantized.tensor_split import TensorSplit
 from megatron_lightning.parallel.random import Normal
 from megatron_lightning.precision import grouped

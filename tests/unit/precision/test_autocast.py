@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.precision.autocast import keep_autocast_out
-from megatron_lightning.precision.operands import NVFP4Recipe, Recipe, TensorRecipe, product
+from megatron_lightning.precision.operands import Recipe, product
+from megatron_lightning.precision.simulated import NVFP4Recipe, TensorRecipe
 
 OFF = {"enabled": False, "cache": True, "product": torch.float32}
 ON = {"enabled": True, "cache": False, "product": torch.bfloat16}

@@ -14,16 +14,14 @@ from megatron_lightning.precision.fp8 import (
     blocks_problem,
     device_problem,
 )
-from megatron_lightning.precision.operands import (
+from megatron_lightning.precision.operands import Operand, Recipe, product
+from megatron_lightning.precision.simulated import (
     BlockRecipe,
     MXFP8Recipe,
     NVFP4Recipe,
-    Operand,
-    Recipe,
     RowRecipe,
     TensorRecipe,
     hadamard,
-    product,
 )
 from tests.unit.precision.test_formats import TABLES, nearest
 
