@@ -1,7 +1,7 @@
 # Each target makes its own virtual environment first; nothing else has to be installed.
 #   TORCH_SPEC  which torch to install, as for pip (default: torch>=2.11)
 #   PYTHON      interpreter for the environment (default: the first of python3, python3.13 ... that is 3.11 or newer)
-#   ARGS        passed on to pytest or the quickstart
+#   ARGS        passed on to pytest, to tests/gpu/run_all.py (for pytest behind --) or to the quickstart
 
 TORCH_SPEC ?= torch>=2.11
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\

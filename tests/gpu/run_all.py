@@ -6,9 +6,10 @@
 First those that one GPU is enough for run side by side, some on each GPU; those that were skipped
 for want of GPUs then see all of them, two processes at a time; those marked `alone` (they measure
 time, or wait for each other on the device) come last, one after the other. What follows `--` goes
-to pytest. `--earlier` takes a file of an earlier run: what it has as passed is left out, and what
-took long then begins first. With `--seconds` nothing begins later than that; what was left out is
-told. The exit status is 1 where a test failed or gave nothing.
+to pytest. `--earlier` takes a file of an earlier run of the same commit: what it has as passed does
+not run again and stays in the results, and what took long then begins first. With `--seconds`
+nothing begins later than that. The exit status is 1 where a test failed, gave nothing, or was left
+out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 WANTS_MORE = re.compile(r"needs (two|\d+) (CUDA devices|GPUs)")
 """Reasons of tests that are to run again with more GPUs."""
+TEST_SECONDS = 300.0
+"""A test's limit, which pytest holds; a process has that of its tests, and a minute to begin."""
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m")
 
 
@@ -148,7 +151,8 @@ def run_phase(
                 group = waiting.get_nowait()
             except queue.Empty:
                 return
-            results.add(run_unit(group, gpus, timeout=min(400.0, ends + 60 - time.monotonic())))
+            limit = TEST_SECONDS * len(group) + 60
+            results.add(run_unit(group, gpus, min(limit, ends + 60 - time.monotonic())))
 
     threads = [threading.Thread(target=work, args=(gpus,)) for gpus in lanes]
     for thread in threads:
@@ -174,6 +178,17 @@ def head() -> dict[str, Any]:
     }
 
 
+def earlier(path: Path, commit: str) -> dict[str, Outcome]:
+    """Outcomes of a file; SystemExit where it is one of another commit."""
+    record = json.loads(path.read_text())
+    if record["commit"] != commit:
+        raise SystemExit(
+            f"--earlier {path}: it has tests of commit {record['commit']}, and this is {commit};"
+            " leave the option out"
+        )
+    return {test: Outcome(**each) for test, each in record["tests"].items()}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -187,9 +202,10 @@ def main() -> None:
     ends = time.monotonic() + args.seconds
     results = Results(args.out, head())
     number = max(1, len(results.head["gpus"]))
-    known = json.loads(args.earlier.read_text())["tests"] if args.earlier else {}
-    before = {test: each["seconds"] for test, each in known.items()}
-    passed = {test for test, each in known.items() if each["status"] == "passed"}
+    known = earlier(args.earlier, results.head["commit"]) if args.earlier else {}
+    before = {test: each.seconds for test, each in known.items()}
+    passed = {test: each for test, each in known.items() if each.status == "passed"}
+    results.outcomes.update(passed)
     beside, alone = (
         [test for test in collect(marker, args.pytest) if test not in passed]
         for marker in ("gpu and not alone", "gpu and alone")
@@ -201,7 +217,7 @@ def main() -> None:
     left += run_phase(units(more, args.size, before), [every] * 2, results, ends)
     left += run_phase(units(alone, args.size, before), [every], results, ends)
     print(f"{results.counts()}, {left} left out")
-    sys.exit(1 if {"failed", "nothing"} & set(results.counts()) else 0)
+    sys.exit(1 if left or {"failed", "nothing"} & set(results.counts()) else 0)
 
 
 if __name__ == "__main__":

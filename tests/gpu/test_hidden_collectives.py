@@ -237,4 +237,4 @@ def test_timeline_of_zero_1() -> None:
         assert len(gathered) > 10  # a bucket a layer
         assert len(reduced) == len(gathered)
         assert all(row.begin < -1 for row in reduced[:-1]), "reductions wait for the backward pass"
-        assert sum(row.begin < optimizer for row in gathered) > len(gathered) // 3  # 9 of 18, seen
+        assert sum(row.begin < optimizer for row in gathered) >= len(gathered) // 2
