@@ -16,7 +16,7 @@ from tests.distributed.test_tensor_network import build, reduced_gradients, whol
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gpu
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 nccl = partial(run_ranks, backend="nccl")
 
 

@@ -6,10 +6,10 @@
 First those that one GPU is enough for run side by side, some on each GPU; those that were skipped
 for want of GPUs then see all of them, two processes at a time; those marked `alone` (they measure
 time, or wait for each other on the device) come last, one after the other. What follows `--` goes
-to pytest. `--earlier` takes a file of an earlier run of the same commit: what it has as passed does
-not run again and stays in the results, and what took long then begins first. With `--seconds`
-nothing begins later than that. The exit status is 1 where a test failed, gave nothing, or was left
-out.
+to pytest. `--earlier` takes a file of an earlier run of the same commit: what it has as passed, or
+as skipped for want of more GPUs than there are now, does not run again and stays in the results,
+and what took long then begins first. With `--seconds` nothing begins later than that. The exit
+status is 1 where a test failed, gave nothing, or was left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 WANTS_MORE = re.compile(r"needs (two|\d+) (CUDA devices|GPUs)")
-"""Reasons of tests that are to run again with more GPUs."""
+"""Reasons of tests that are to run again with more GPUs, where there are as many."""
 TEST_SECONDS = 300.0
 """A test's limit, which pytest holds; a process has that of its tests, and a minute to begin."""
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m")
@@ -74,9 +74,17 @@ class Results:
         """Tests by status."""
         return dict(Counter(outcome.status for outcome in self.outcomes.values()))
 
-    def wanting(self) -> list[str]:
-        """Tests that were skipped for want of GPUs."""
-        return [test for test, each in self.outcomes.items() if WANTS_MORE.search(each.message)]
+    def wanting(self, number: int) -> list[str]:
+        """Tests that were skipped for want of GPUs, and run with `number`."""
+        return [test for test, each in self.outcomes.items() if 0 < wanted(each) <= number]
+
+
+def wanted(outcome: Outcome) -> int:
+    """GPUs that a test was skipped for want of; 0 where there was another reason, or it ran."""
+    found = WANTS_MORE.search(outcome.message) if outcome.status == "skipped" else None
+    if found is None:
+        return 0
+    return 2 if found[1] == "two" else int(found[1])
 
 
 def collect(marker: str, extra: Sequence[str]) -> list[str]:
@@ -204,16 +212,20 @@ def main() -> None:
     number = max(1, len(results.head["gpus"]))
     known = earlier(args.earlier, results.head["commit"]) if args.earlier else {}
     before = {test: each.seconds for test, each in known.items()}
-    passed = {test: each for test, each in known.items() if each.status == "passed"}
-    results.outcomes.update(passed)
+    done = {
+        test: each
+        for test, each in known.items()
+        if each.status == "passed" or wanted(each) > number
+    }
+    results.outcomes.update(done)
     beside, alone = (
-        [test for test in collect(marker, args.pytest) if test not in passed]
+        [test for test in collect(marker, args.pytest) if test not in done]
         for marker in ("gpu and not alone", "gpu and alone")
     )
     every = ",".join(map(str, range(number)))
     one = [str(index) for _ in range(args.lanes) for index in range(number)]
     left = run_phase(units(beside, args.size, before), one, results, ends)
-    more = results.wanting() if number > 1 else []
+    more = results.wanting(number) if number > 1 else []
     left += run_phase(units(more, args.size, before), [every] * 2, results, ends)
     left += run_phase(units(alone, args.size, before), [every], results, ends)
     print(f"{results.counts()}, {left} left out")
