@@ -28,7 +28,6 @@ typical_p use_bfloat16 use_cache use_return_dict
 INERT = frozenset(_INERT.split())
 """Fields without an effect on the logits. `pretraining_tp` splits a product and sums it up
 again."""
-_ROPE_TOP = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _ROPE_KINDS = {
     "default": ((), ()),
     "linear": (("factor",), ()),

@@ -15,16 +15,16 @@ from torch import Tensor
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
-E8M0_MIN, E8M0_MAX = 2.0**-127, 2.0**127
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_MAX = {"e4m3": E4M3_MAX, "e5m2": E5M2_MAX}
-_MULTIPLE = 16
+FP8_MULTIPLE = 16
+"""What each dim of a matrix in FP8 must be a multiple of, for torch._scaled_mm and cuBLAS."""
 
 
 def padded(count: int) -> int:
     """Up to a multiple of 16, which the summed dim of a product in FP8 must be."""
-    return count + -count % _MULTIPLE
+    return count + -count % FP8_MULTIPLE
 
 
 def cast_fp8(x: Tensor, name: str) -> Tensor:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lightning.precision.formats import FP8_MULTIPLE
 from megatron_lightning.precision.fp8 import FP8RowRecipe
 from megatron_lightning.precision.fp8_casts import cast_groups, cast_stack_columns
 from megatron_lightning.precision.operands import Operand, Reduce, Role, identity, pad_to
@@ -29,8 +30,6 @@ _MOST_GROUPS = 1023
 _LEAST = 2048
 """Multiplications of a weight's gradient for each value that is rounded for it, from which on an
 H200 gains: it loses at 880 and gains a fifth at 3200."""
-_MULTIPLE = 16
-"""What a group along the summed dim is a multiple of."""
 
 
 class Columns(NamedTuple):
@@ -93,12 +92,12 @@ class ExpertRecipe:
 
     def _column(self, x: Tensor, role: Role) -> Operand:
         """The transpose of one expert's rows, filled up."""
-        filled = x if len(x) else x.new_zeros(_MULTIPLE, x.shape[1])
+        filled = x if len(x) else x.new_zeros(FP8_MULTIPLE, x.shape[1])
         operand = self._rows.pair(filled, role, wanted=(False, True)).transposed
         assert operand is not None
         values = operand.values
         if values.element_size() > 1:
-            values = pad_to(values, 1, _MULTIPLE)
+            values = pad_to(values, 1, FP8_MULTIPLE)
         return Operand(values.contiguous(), operand.scale)
 
     def product(

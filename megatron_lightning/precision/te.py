@@ -19,7 +19,6 @@ VERSION = "2.12"
 """What this was written for."""
 INSTALL = f"pip install --no-build-isolation 'transformer_engine[pytorch]=={VERSION}.*'"
 _REMEDY = "use backend='torch' (GPTModel) and kernels='torch' (QuantizationConfig)"
-_MULTIPLE = 16
 
 
 def missing() -> str | None:

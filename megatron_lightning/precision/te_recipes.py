@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lightning.precision import te
 from megatron_lightning.precision.delayed import DelayedRecipe
-from megatron_lightning.precision.formats import FP8_DTYPES
+from megatron_lightning.precision.formats import FP8_DTYPES, FP8_MULTIPLE
 from megatron_lightning.precision.fp8_casts import largest_of, scales_of
 from megatron_lightning.precision.operands import (
     BOTH,
@@ -33,9 +33,6 @@ from megatron_lightning.precision.operands import (
     pad_to,
 )
 from megatron_lightning.precision.simulated import TensorRecipe
-
-_MULTIPLE = 16
-"""Rows and columns of an FP8 product."""
 
 
 class _Square(Operand):
@@ -100,7 +97,7 @@ class TETensorRecipe(TensorRecipe):
         if scale is not None:
             quantizer.scale = scale.view(1)
             quantizer.amax = _unread(x.device) if seen is None else seen.view(1)
-        cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE).contiguous())
+        cast = quantizer.quantize_impl(pad_to(x, 0, FP8_MULTIPLE).contiguous())
         inverse = cast._scale_inv.view(())
         return Pair(
             Operand(cast._data.view(dtype)[: len(x)], inverse) if itself else None,
@@ -205,7 +202,7 @@ class TEBlockRecipe(Recipe):
             block_scaling_dim=2 if role == "weight" else 1,
         )
         quantizer.internal = True  # no subclass of Tensor around the result
-        cast = quantizer.quantize_impl(pad_to(x, 0, _MULTIPLE).contiguous())
+        cast = quantizer.quantize_impl(pad_to(x, 0, FP8_MULTIPLE).contiguous())
 
         def operand(values: Tensor, scale: Tensor) -> Operand:
             values = values.view(dtype)
@@ -266,9 +263,9 @@ def _unread(device: torch.device) -> Tensor:
 
 def _padded(values: Tensor) -> Tensor:
     """Zeros behind the rows up to a multiple of 16."""
-    if not len(values) % _MULTIPLE:
+    if not len(values) % FP8_MULTIPLE:
         return values
-    padded = F.pad(values.view(torch.uint8), (0, 0, 0, -len(values) % _MULTIPLE))
+    padded = F.pad(values.view(torch.uint8), (0, 0, 0, -len(values) % FP8_MULTIPLE))
     return padded.view(values.dtype)
 
 

@@ -222,11 +222,6 @@ class GroupedExperts(nn.Module):
             device=device,
         )
 
-    @property
-    def num_local_experts(self) -> int:
-        """Experts whose weights this rank holds."""
-        return self.linear_fc1.weight.shape[0]
-
     def waits_for_counts(self, *, padded: bool) -> bool:
         """Whether the host has to know how many rows each expert gets; `padded`: all get equally
         many.

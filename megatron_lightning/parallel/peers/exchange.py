@@ -104,8 +104,8 @@ class HoldsMemory(Protocol):
         ...
 
 
-holding: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All that are in use (`HoldsMemory`); each puts itself here."""
+holding: weakref.WeakSet[HoldsMemory] = weakref.WeakSet()
+"""All that are in use; each puts itself here."""
 
 
 def held_bytes() -> int:

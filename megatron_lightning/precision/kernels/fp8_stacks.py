@@ -12,14 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lightning.precision.formats import FP8_MULTIPLE
 from megatron_lightning.precision.kernels.fp8 import _limited, _power, _size
 
 _HEIGHT = 256
 _WIDTH = 32
 """Columns of a program: few, so that those of all programs at a time stay in the cache."""
 _WARPS = 8
-_MULTIPLE = 16
-"""What the room of a group is a multiple of."""
 
 
 @triton.jit
@@ -170,7 +169,7 @@ def cast_groups(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `fp8_casts.cast_groups`. P is the most that R rows and E groups may come to."""
     (rows, columns), groups = x.shape, len(counts)
-    padded = rows + -rows % _MULTIPLE + _MULTIPLE * groups
+    padded = rows + -rows % FP8_MULTIPLE + FP8_MULTIPLE * groups
     out = x.new_empty((columns, padded), dtype=dtype)
     inverses = x.new_empty(groups * columns, dtype=torch.float32)
     ends = counts.new_empty(groups, dtype=torch.int32)
@@ -186,7 +185,7 @@ def cast_groups(
             padded,
             limit,
             most_groups=triton.next_power_of_2(groups),
-            multiple=_MULTIPLE,
+            multiple=FP8_MULTIPLE,
             height=_HEIGHT,
             width=_WIDTH,
             num_warps=_WARPS,
