@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,6 +21,8 @@ ROW_EXPERTS = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
 """Recipes that give experts a scale for each row, whatever they give linear layers."""
 ENGINE_RECIPES = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise")
 """Those that run by Transformer Engine."""
+_LARGEST_MARGIN = 17
+"""Powers of two from the smallest value of E4M3, 2^-9, to that of its largest, 2^8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class QuantizationConfig(NamesFields):
     amax_history_length: int = 1024
     """fp8_delayed: steps whose largest values a scale covers."""
     margin: int = 0
-    """fp8_delayed: powers of two between the largest value seen and that of the format."""
+    """fp8_delayed: powers of two between the largest value seen and that of the format; 0 to 17."""
     stochastic_rounding: bool = True
     """nvfp4: round gradients up or down with the probability that keeps their mean."""
     hadamard: bool = True
@@ -127,8 +129,16 @@ class QuantizationConfig(NamesFields):
             problems.append(
                 f"quantization.amax_history_length={self.amax_history_length}: must be at least 1"
             )
-        if isinstance(self.exclude, str):
-            problems.append(f"quantization.exclude={self.exclude!r}: give a list of globs")
+        if self.margin > _LARGEST_MARGIN:
+            problems.append(
+                f"quantization.margin={self.margin}: must be at most {_LARGEST_MARGIN}, since E4M3"
+                " has no more powers of two: beyond it hardly a value is not rounded to zero"
+            )
+        listed = isinstance(self.exclude, Collection) and not isinstance(self.exclude, str)
+        if not listed or not all(isinstance(glob, str) for glob in self.exclude):
+            problems.append(
+                f"quantization.exclude={self.exclude!r}: give a list of globs, each of them text"
+            )
         return problems
 
     def _kernel_problems(self) -> list[str]:

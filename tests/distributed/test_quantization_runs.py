@@ -297,6 +297,51 @@ def test_experts_in_low_precision() -> None:
     assert not left["experts"]
 
 
+class ExpertNoise(L.Callback):
+    """Draws the noise of an expert's gradients as its backward pass does, after each step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        model = trainer.strategy.parallel_model
+        found = (getattr(layer, "quantized_experts", None) for layer in module.modules())
+        noise = next(each for each in found if each is not None).products[0].noise
+        for micro_batch in (0, 1):
+            model.streams.begin(trainer.global_step, micro_batch, 0)
+            self.drawn.append(
+                noise(torch.Size((4, 64)), torch.Size((4, 16)), torch.device("cpu"))()
+            )
+
+
+def fit_with_noise(rank: int, world_size: int, run: Run) -> list[Tensor]:
+    callback = ExpertNoise()
+    trainer = L.Trainer(
+        strategy=make_strategy(run.layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=run.steps,
+        logger=False,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(GPTModel(run.config), Batches(run))
+    return callback.drawn
+
+
+def test_experts_round_by_other_noise_in_each_micro_batch() -> None:
+    """By the same in all, a gradient's error would stay however many steps it is averaged over."""
+    config = tiny_config(moe=MoEConfig(num_experts=4, ffn_hidden_size=48, router_topk=2))
+    layout = {"quantization": quantized("nvfp4", experts=True)}
+    drawn = run_ranks_fresh(fit_with_noise, 1, Run(config=config, layout=layout, steps=2))[0]
+    assert len(drawn) == 4
+    for i, noise in enumerate(drawn):
+        assert not any((noise == other).float().mean() > 0.1 for other in drawn[:i])
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -352,6 +397,9 @@ def test_what_is_refused_before_the_start() -> None:
         ({"gradient_format": "e3m4"}, "quantization.gradient_format='e3m4'"),
         ({"amax_history_length": 0}, "quantization.amax_history_length=0"),
         ({"exclude": "*"}, "quantization.exclude='*'"),
+        ({"exclude": [1]}, r"quantization.exclude=\[1\]: give a list of globs"),
+        ({"exclude": 1}, "quantization.exclude=1: give a list of globs"),
+        ({"margin": 18}, "quantization.margin=18: must be at most 17"),
     ],
 )
 def test_bad_values_are_explained(fields: dict[str, Any], words: str) -> None:

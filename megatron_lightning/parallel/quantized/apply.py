@@ -68,7 +68,15 @@ def apply_quantization(
         row, split = table[f"{prefix}{name}.weight"], plan.split_of(f"{name}.weight")
         if hasattr(module, "quantized_experts"):
             module.quantized_experts = _experts(
-                config, prefix + name, row, split, mesh, quantization.clock, seed, keeps_weights
+                config,
+                prefix + name,
+                row,
+                split,
+                mesh,
+                clock=quantization.clock,
+                streams=streams,
+                seed=seed,
+                keeps_weights=keeps_weights,
             )
             continue
         adopt(module)
@@ -119,7 +127,9 @@ def _experts(
     row: ParameterInfo,
     split: Split,
     mesh: ParallelMesh,
+    *,
     clock: WeightClock,
+    streams: Streams | None,
     seed: int,
     keeps_weights: bool,
 ) -> QuantizedExperts | RowScaledExperts:
@@ -158,7 +168,7 @@ def _experts(
                 splits_sequence=False,
                 clock=clock,
                 keeps_weights=keeps_weights,
-                noise=_noise(config, f"{name}.{expert}", one, 0, None, seed),
+                noise=_noise(config, f"{name}.{expert}", one, 0, streams, seed),
             )
         )
     return QuantizedExperts(tuple(products))

@@ -1,7 +1,8 @@
 """Noise of stochastic rounding as a function of the place in the global tensor.
 
 Each element of an output's gradient gets 16 random bits by (seed, layer, batch, sample, position in
-the sequence, feature), so that it is rounded alike in every layout and in a resumed run.
+the sequence, feature), so that it is rounded alike in every layout and in a resumed run. Rows that
+are no samples' positions, as those of an expert, count by micro-batch and place in it instead.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class RoundingNoise:
         leading = shape[:-1]
         if len(leading) != 2:  # rows of no known structure
             count = math.prod(leading)
-            return torch.arange(count, device=device), torch.zeros(1, dtype=torch.int64)
+            # Tensor ranks of experts may be of several data ranks, whose samples differ.
+            return torch.arange(count, device=device), torch.tensor([position.micro_batch_index])
         length, samples = leading[self.sequence_dim], leading[1 - self.sequence_dim]
         known = held is not None and len(held) == length
         places = held.to(device) if known and held is not None else torch.arange(length)

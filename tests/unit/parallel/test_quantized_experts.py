@@ -317,7 +317,17 @@ def test_weight_gradients_of_large_experts_are_rounded() -> None:
             split=experts_split(2),
             expert=True,
         )
-        made = _experts(config, "experts", row, row.split, mesh, WeightClock(), 0, True)
+        made = _experts(
+            config,
+            "experts",
+            row,
+            row.split,
+            mesh,
+            clock=WeightClock(),
+            streams=None,
+            seed=0,
+            keeps_weights=True,
+        )
         assert isinstance(made, RowScaledExperts)
         assert made.recipe.rounds_weight_gradient == rounds
 
@@ -345,7 +355,17 @@ def test_recipes_that_give_experts_a_scale_for_each_row(recipe: Any, at_once: bo
         expert=True,
     )
     mesh = ParallelMesh.single()
-    made = _experts(config, "experts", row, row.split, mesh, WeightClock(), 0, True)
+    made = _experts(
+        config,
+        "experts",
+        row,
+        row.split,
+        mesh,
+        clock=WeightClock(),
+        streams=None,
+        seed=0,
+        keeps_weights=True,
+    )
     assert isinstance(made, RowScaledExperts if at_once else QuantizedExperts)
     if isinstance(made, QuantizedExperts):
         assert len(made.products) == 4
